@@ -16,12 +16,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from server_process import ServerProcess, serving
 
+from headrace.cache.tier import DiskTier
 from headrace.config.machine import SECRET_VARIABLE
 from headrace.config.server_args import ServerArgs
 from headrace.disaggregation import wire
 from headrace.execution import step_times
 from headrace.processes.model_files import open_tokenizer
 from headrace.scheduler.rooms import DecodeRooms
+from headrace.scheduler.tier_queue import TierQueue
 from headrace.text.tokenizers import Tokenizer
 from smollm2_tokenizer import smollm2_tokenizer
 
@@ -44,6 +46,20 @@ def patient() -> Iterator[None]:
         patch.setattr(wire, "SILENT_S", 120.0)
         patch.setattr(DecodeRooms, "is_over", lambda rooms, one, now_s: False)
         yield
+
+
+@pytest.fixture
+def patient_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait for every load of a tier, and come after the hash of the weights, however busy the machine is."""
+    start = DiskTier.start
+
+    def open_and_start(tier: DiskTier) -> None:
+        assert tier.work()
+        assert tier.opens_in_s == 0
+        start(tier)
+
+    monkeypatch.setattr(DiskTier, "start", open_and_start)
+    monkeypatch.setattr(TierQueue, "is_over", lambda queue, one, now_s: one.loading.load.is_done)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,11 @@
 """Engines for tests, and answers in a form that can be compared exactly."""
 
+import itertools
 import random
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +48,53 @@ def running_engine(model: str, **options: Any) -> Iterator[Engine]:
         yield engine
 
 
+rooms = itertools.count(1000, 1000)
+"""Numbers of rooms, each with some behind it for further samples."""
+
+
+class Pair:
+    """A prefill and a decode engine. ask: both get the same call, as from a router; the answer is the decode side's."""
+
+    def __init__(self, prefill: Engine, decode: Engine, port: int) -> None:
+        self.prefill, self.decode, self.port = prefill, decode, port
+        self.threads = ThreadPoolExecutor(2)
+
+    def ask(self, **call: Any) -> Any:
+        call |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": next(rooms)}
+        sent = self.threads.submit(self.prefill.generate, **call)
+        answer = self.decode.generate(**call)
+        sent.result()
+        return answer
+
+
+@contextmanager
+def running_pair(model: str, prefill: dict[str, Any], decode: dict[str, Any]) -> Iterator[Pair]:
+    """Both sides with options of their own; for modules that are `patient`."""
+    port = free_port()
+    own = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": port, **prefill}
+    with running_engine(model, **own) as first, running_engine(model, disaggregation_mode="decode", **decode) as second:
+        yield Pair(first, second, port)
+
+
+def drafts_after_transfer(pair: Pair, alone: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+    """`drafts_of` the answers of a pair, whose decode side computes no prompt, and of one engine that is given the first token with the prompt: its
+    first draft tokens follow the same step. Both for all prompts together."""
+    counts = [[0, 0, 0], [0, 0, 0]]
+    before = pair.decode.internal_state()
+    for ids in prompts:
+        got = pair.ask(input_ids=ids, sampling_params=GREEDY | {"max_new_tokens": num_tokens})
+        first, *rest = got["output_ids"]
+        want = alone.generate(input_ids=[*ids, first], sampling_params=GREEDY | {"max_new_tokens": num_tokens - 1})
+        assert rest == want["output_ids"]
+        counts = [
+            [*map(sum, zip(*both, strict=True))] for both in zip(counts, map(drafts_of, (got, want)), strict=True)
+        ]
+    after = pair.decode.internal_state()
+    assert after.transfer.rooms - before.transfer.rooms == len(prompts)
+    assert after.computed_prefill_tokens == before.computed_prefill_tokens
+    return counts
+
+
 @dataclass(frozen=True)
 class Case:
     """A request. logprob_start: None = no logprobs; else as `logprob_start_len`, with two alternatives and two picked ids."""
@@ -78,6 +127,11 @@ def answer_of(output: dict[str, Any]) -> Answer:
         usage=(meta["prompt_tokens"], meta["completion_tokens"]),
         logprobs={name: meta[name] for name in names if name in meta},
     )
+
+
+def drafts_of(output: dict[str, Any]) -> list[int]:
+    """How many steps had draft tokens, how many tokens that were, and how many of them were right."""
+    return [output["meta_info"][f"spec_{name}"] for name in ("verify_ct", "draft_token_num", "accept_token_num")]
 
 
 def joined(deltas: Sequence[dict[str, Any]]) -> Answer:

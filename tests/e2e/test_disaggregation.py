@@ -1,20 +1,30 @@
 """Two engines, of which one computes prompts and the other goes on with them: the answers are those of one engine that does both."""
 
 import contextlib
-import itertools
 import json
 import shutil
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from engines import FILTERED, GREEDY, PENALISED, SEEDED, Answer, answer_of, free_port, random_ids, running_engine
+from engines import (
+    FILTERED,
+    GREEDY,
+    PENALISED,
+    SEEDED,
+    Answer,
+    Pair,
+    answer_of,
+    free_port,
+    random_ids,
+    rooms,
+    running_engine,
+    running_pair,
+)
 from safetensors.torch import load_file, save_file
 
 from headrace import Engine
@@ -23,36 +33,11 @@ from headrace.disaggregation import wire
 from headrace.errors import ConfigError, RequestError
 from headrace.server.app import create_app
 
-numbers = itertools.count(1)
-
-
-class Pair:
-    """A prefill and a decode engine. ask: both get the same call, as from a router; the answer is the decode side's."""
-
-    def __init__(self, prefill: Engine, decode: Engine, port: int) -> None:
-        self.prefill, self.decode, self.port = prefill, decode, port
-        self.threads = ThreadPoolExecutor(2)
-
-    def ask(self, room: int = 0, **call: Any) -> Any:
-        number = room or next(numbers) * 1000
-        call |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": number}
-        sent = self.threads.submit(self.prefill.generate, **call)
-        answer = self.decode.generate(**call)
-        sent.result()
-        return answer
-
 
 @pytest.fixture(scope="module", params=["tcp", "shm"])
 def pair(request: pytest.FixtureRequest, patient: None, tiny_model: str) -> Iterator[Pair]:
-    port, backend = free_port(), request.param
-    with ExitStack() as stack:
-        prefill = stack.enter_context(
-            running_engine(tiny_model, disaggregation_mode="prefill", disaggregation_bootstrap_port=port)
-        )
-        decode = stack.enter_context(
-            running_engine(tiny_model, disaggregation_mode="decode", disaggregation_transfer_backend=backend)
-        )
-        yield Pair(prefill, decode, port)
+    with running_pair(tiny_model, {}, {"disaggregation_transfer_backend": request.param}) as pair:
+        yield pair
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +114,7 @@ def test_nothing_is_left(pair: Pair):
 
 
 def test_a_room_of_another_prompt_and_one_in_use_are_errors(pair: Pair):
-    room = next(numbers) * 1000
+    room = next(rooms)
     call = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.port, "bootstrap_room": room}
     pair.prefill.generate(input_ids=PROMPTS[3], sampling_params=GREEDY, **call)
     with pytest.raises(RequestError, match="another prompt"):
@@ -275,7 +260,7 @@ def test_what_a_prefill_server_says_is_good_for_a_native_call_too(pair: Pair, al
 def test_of_two_answers_that_a_router_joins_one_has_the_logprobs_of_the_prompt(pair: Pair, alone: Engine):
     call = {"input_ids": PROMPTS[3], "sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 0}
     want = json.loads(json.dumps(alone.generate(**call)["meta_info"]["input_token_logprobs"]))
-    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.port, "bootstrap_room": next(numbers) * 1000}
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.port, "bootstrap_room": next(rooms)}
     sent = pair.threads.submit(post, pair.prefill, "/generate", call | room)
     replies = [post(pair.decode, "/generate", call | room), sent.result()]
     assert [reply.json()["meta_info"]["input_token_logprobs"] for reply in replies] == [[], want]

@@ -7,7 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from engines import FILTERED, GREEDY, PENALISED, SEEDED, Answer, Case, make_cases, one_by_one, running_engine, together
+from engines import (
+    FILTERED,
+    GREEDY,
+    PENALISED,
+    SEEDED,
+    Answer,
+    Case,
+    drafts_after_transfer,
+    drafts_of,
+    make_cases,
+    one_by_one,
+    random_ids,
+    running_engine,
+    running_pair,
+    together,
+)
 
 from headrace.api.engine import Engine
 from headrace.config.server_args import ServerArgs
@@ -218,9 +233,63 @@ def test_a_draft_model_lets_its_memory_go_with_the_models_and_guesses_on(tiny_mo
         assert released[0] >= 1.5 * alone[0]
         assert released[1] >= 1.5 * alone[1]
         assert after["output_ids"] == before["output_ids"]
-        counts = [
-            [output["meta_info"][f"spec_{name}"] for name in ("verify_ct", "draft_token_num", "accept_token_num")]
-            for output in (before, after)
-        ]
-        assert counts[0] == counts[1]
-        assert counts[0][1] > 0
+        assert drafts_of(before) == drafts_of(after)
+        assert drafts_of(before)[1] > 0
+
+
+SCATTERED: dict[str, Any] = {"attention_backend": "torch_native", "dtype": "float32"}
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [({}, {}), (SCATTERED | {"page_size": 1}, SCATTERED | {"page_size": 16})],
+    ids=["as they lie", "pages of 1 to 16"],
+)
+def test_kv_of_a_draft_model_comes_with_that_of_the_prompt(
+    tiny_model: str, prefill: dict[str, Any], decode: dict[str, Any]
+) -> None:
+    """From another server: it guesses as in one server, always right. What is in the cache of decode already need not come."""
+    own = drafting(tiny_model, speculative_num_draft_tokens=4)
+    prompts = [random_ids(count, seed=count) for count in (2, 33, 50)]
+    prompts.append([*prompts[2][:40], 8, 9])
+    with (
+        running_engine(tiny_model, **own, **decode) as alone,
+        running_pair(tiny_model, own | prefill, own | decode) as pair,
+    ):
+        got, want = drafts_after_transfer(pair, alone, prompts, 16)
+    assert got == want
+    assert got[1] == got[2] > 30
+
+
+@pytest.mark.usefixtures("patient")
+def test_without_kv_of_the_draft_model_a_prompt_comes_and_fewer_guesses_are_right(
+    tiny_model: str, tiny_mixture: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The prefill side has no draft model, or another one. It may have one that the decode side does not have."""
+    own, off = drafting(tiny_model, speculative_num_draft_tokens=4), {"speculative_algorithm": "off"}
+    prompts = [random_ids(count, seed=count) for count in (33, 100)]
+    with running_engine(tiny_model, **own) as alone:
+        for prefill, words in ((off, "has no draft model"), (drafting(tiny_mixture), "has another draft model")):
+            caplog.clear()
+            with running_pair(tiny_model, prefill, own) as pair:
+                got, want = drafts_after_transfer(pair, alone, prompts, 40)
+            assert want[2] == want[1]
+            assert got[2] < 0.9 * got[1]
+            assert words in caplog.text
+        with running_pair(tiny_model, own, {"speculative_algorithm": "ngram"}) as pair:
+            drafts_after_transfer(pair, alone, prompts, 40)
+
+
+@pytest.mark.usefixtures("patient_tier")
+def test_kv_of_a_draft_model_is_kept_with_that_of_the_model(tiny_model: str, tmp_path: Path) -> None:
+    """In files: what is read again gives right guesses, and an engine without the draft model has files of its own."""
+    own = drafting(tiny_model, speculative_num_draft_tokens=4, kv_cache_dir=str(tmp_path / "kv"))
+    call: dict[str, Any] = {"input_ids": random_ids(100, seed=1), "sampling_params": GREEDY | {"max_new_tokens": 40}}
+    found = []
+    for options in (own, own, {"kv_cache_dir": own["kv_cache_dir"]}):
+        with running_engine(tiny_model, **options) as engine:
+            found.append(engine.generate(**call))
+    assert [output["meta_info"]["cached_tokens"] for output in found] == [0, 96, 0]
+    assert drafts_of(found[0]) == drafts_of(found[1])
+    assert found[1]["meta_info"]["spec_accept_rate"] == 1.0

@@ -19,10 +19,13 @@ from engines import (
     PENALISED,
     SEEDED,
     Case,
+    drafts_after_transfer,
+    drafts_of,
     ids_after_retraction,
     make_cases,
     one_by_one,
     running_engine,
+    running_pair,
     together,
 )
 from safetensors.torch import save_file
@@ -460,8 +463,35 @@ def test_a_head_lets_its_memory_go_with_the_models_and_guesses_on(tiny_deep_mode
 
     assert int(text.split()[0]) > weight_bytes + 4 * SIZE * 96
     assert after["output_ids"] == before["output_ids"]
-    names = ("spec_verify_ct", "spec_draft_token_num", "spec_accept_token_num")
-    assert [after["meta_info"][name] for name in names] == [before["meta_info"][name] for name in names]
+    assert drafts_of(after) == drafts_of(before)
+
+
+@pytest.mark.usefixtures("patient")
+def test_kv_of_a_head_comes_with_that_of_the_prompt(
+    tiny_deep_model: str, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another server: every guess is that of one server. Where that server has no head, some are others."""
+    guesses: dict[int, list[tuple[list[int], list[int]]]] = {}
+    guess = DraftSteps.guess
+
+    def note(self: DraftSteps, logits: torch.Tensor, seqs: Any, positions: Any) -> Guessed:
+        found = guess(self, logits, seqs, positions)
+        guesses.setdefault(id(self), []).append((positions.tolist(), found()))
+        return found
+
+    monkeypatch.setattr(DraftSteps, "guess", note)
+    own, off = guessing(trained), {"speculative_algorithm": "off"}
+    with running_engine(tiny_deep_model, **own) as alone:
+        for prefill in (own, off):
+            guesses.clear()
+            with running_pair(tiny_deep_model, prefill, own) as pair:
+                got, want = drafts_after_transfer(pair, alone, PROMPTS, 40)
+            of_decode, of_one = (
+                made for made in guesses.values() if len(made) > len(PROMPTS)
+            )  # not after prefill's tokens
+            assert (of_decode == of_one) == (prefill is own)
+            assert got == want or prefill is off
+            assert want[2] > 50
 
 
 def test_a_head_that_does_not_fit_is_refused(

@@ -23,7 +23,6 @@ from headrace.errors import ConfigError
 from headrace.execution import build, page_transfer
 from headrace.execution.page_transfer import PoolPages
 from headrace.messages.control import ReadyInfo
-from headrace.scheduler.tier_queue import TierQueue
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "execution"))
 
@@ -37,18 +36,7 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests wait for every load, and come after the hash of the weights, however busy the machine is."""
-    start = DiskTier.start
-
-    def open_and_start(tier: DiskTier) -> None:
-        assert tier.work()
-        assert tier.opens_in_s == 0
-        start(tier)
-
-    monkeypatch.setattr(DiskTier, "start", open_and_start)
-    monkeypatch.setattr(TierQueue, "is_over", lambda queue, one, now_s: one.loading.load.is_done)
+pytestmark = pytest.mark.usefixtures("patient_tier")
 
 
 def answers(model: str, folder: Path, **options: Any) -> tuple[list[list[int]], list[int]]:

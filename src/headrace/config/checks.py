@@ -130,8 +130,6 @@ def _check_disaggregation(args: ServerOptions) -> None:
         "--enable-dp-attention": args.enable_dp_attention,
         "--ray": args.ray,
         "--nnodes": (args.nnodes or 1) > 1,
-        "--speculative-algorithm draft or eagle3: KV of draft models is not sent": args.speculative_algorithm
-        in ("draft", "eagle3"),
     }
     for other, given in beside.items():
         if given:

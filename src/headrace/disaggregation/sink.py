@@ -73,58 +73,80 @@ class Incoming:
 
 
 Rows = npt.NDArray[np.uint8]
-"""KV of units of tokens: [units, layers, 2 for K and V, heads, bytes]."""
+"""KV of units of tokens: [units, bytes], those of [layers, 2 for K and V, heads] and then of a draft model's [layers, 2]."""
 
 
 class Layout(NamedTuple):
     """What lies where in a page, by `PageTransfer.facts`: of each rank its part, with K, then V of each layer: of each unit of tokens, its heads.
+    Then likewise of a draft model, all of whose heads one rank has.
 
     page: tokens. unit: tokens of which the KV of a head lies together. parts: of each rank the first layer, the end, the first head, the end.
+    draft: names what the draft model's KV depends on, empty without; draft_layers: of it; draft_bytes: of its part of a page.
     """
 
     page: int
     unit: int
     parts: tuple[tuple[int, int, int, int], ...]
+    draft: str = ""
+    draft_layers: int = 0
+    draft_bytes: int = 0
 
     @classmethod
     def of(cls, facts: Mapping[str, str]) -> "Layout":
-        return cls(int(facts["page"]), int(facts["unit"]), tuple(map(tuple, json.loads(facts["ranks"]))))
+        draft_layers, draft_bytes = json.loads(facts.get("draft_page", "[0, 0]"))
+        parts = tuple(map(tuple, json.loads(facts["ranks"])))
+        return cls(int(facts["page"]), int(facts["unit"]), parts, facts.get("draft", ""), draft_layers, draft_bytes)
 
     @property
     def units(self) -> int:
         return self.page // self.unit
 
     @property
+    def draft_unit_bytes(self) -> int:
+        return self.draft_bytes // self.units
+
+    @property
     def cells(self) -> int:
-        """How often a page has K or V of one unit, layer and head."""
+        """How often a page has K or V of one unit, layer and head, but for the draft model's."""
         return 2 * self.units * sum((end - first) * (last - head) for first, end, head, last in self.parts)
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        """Layers, 2 and heads of a unit."""
+        _, num_layers, _, num_heads = map(max, zip(*self.parts, strict=True))
+        return num_layers, 2, num_heads
 
     def rows(self, data: memoryview, count: int) -> Rows:
         """The units of so many pages, in order."""
         pages = np.frombuffer(data, np.uint8).reshape(count, -1)
-        size = pages.shape[1] // self.cells
-        _, num_layers, _, num_heads = map(max, zip(*self.parts, strict=True))
-        rows = np.empty((count, self.units, num_layers, 2, num_heads, size), np.uint8)
-        for layers, heads, part in self._views(pages, size):
-            rows[:, :, layers, :, heads] = part
-        return rows.reshape(-1, *rows.shape[2:])
+        size = (pages.shape[1] - self.draft_bytes) // self.cells
+        rows = np.empty((count * self.units, math.prod(self._shape) * size + self.draft_unit_bytes), np.uint8)
+        for in_pages, in_rows in self._views(pages, rows, size):
+            in_rows[:] = in_pages
+        return rows
 
     def pages(self, rows: Rows) -> memoryview:
         """The bytes of whole pages of these units."""
-        rows = rows.reshape(len(rows) // self.units, self.units, *rows.shape[1:])
-        size = rows.shape[-1]
-        pages = np.empty((len(rows), self.cells * size), np.uint8)
-        for layers, heads, part in self._views(pages, size):
-            part[:] = rows[:, :, layers, :, heads]
+        size = (rows.shape[1] - self.draft_unit_bytes) // math.prod(self._shape)
+        pages = np.empty((len(rows) // self.units, self.cells * size + self.draft_bytes), np.uint8)
+        for in_pages, in_rows in self._views(pages, rows, size):
+            in_pages[:] = in_rows
         return pages.reshape(-1).data
 
-    def _views(self, pages: npt.NDArray[np.uint8], size: int) -> Iterator[tuple[slice, slice, npt.NDArray[np.uint8]]]:
-        """Of each rank its layers, its heads and their place in pages uint8[count, bytes]: a view [count, units, layers, 2, heads, size]."""
+    def _views(self, pages: npt.NDArray[np.uint8], rows: Rows, size: int) -> Iterator[tuple[Rows, Rows]]:
+        """Of each rank, and of the draft model: its part of pages uint8[count, bytes] and of their rows, [count, units, layers, 2, heads, size]."""
+        own = rows.shape[1] - self.draft_unit_bytes
+        of_units = rows[:, :own].reshape(len(pages), self.units, *self._shape, size)
         start = 0
         for first, end, head, last in self.parts:
             shape = end - first, 2, self.units, last - head, size
             part = pages[:, start : (start := start + math.prod(shape))].reshape(len(pages), *shape)
-            yield slice(first, end), slice(head, last), part.transpose(0, 3, 1, 2, 4, 5)
+            yield part.transpose(0, 3, 1, 2, 4, 5), of_units[:, :, first:end, :, head:last]
+        if self.draft_bytes:
+            size = self.draft_unit_bytes // (2 * self.draft_layers)
+            part = pages[:, start:].reshape(len(pages), self.draft_layers, 2, self.units, 1, size)
+            of_units = rows[:, own:].reshape(len(pages), self.units, self.draft_layers, 2, 1, size)
+            yield part.transpose(0, 3, 1, 2, 4, 5), of_units
 
 
 class PageSink:
@@ -260,9 +282,12 @@ class _Peer:
             self._connection, self._sink.secret, facts, "" if self._ring is None else str(self._ring.path)
         )
         own_bytes, self._page_bytes = self._sink.transfer.page_bytes, welcome.page_bytes
-        if any(welcome.facts.get(name) != facts.get(name) for name in ("page", "ranks")):
+        if any(welcome.facts.get(name) != facts.get(name) for name in ("page", "ranks", "draft")):
             theirs, ours = self._layouts = Layout.of(welcome.facts), Layout.of(facts)
-            own_bytes = own_bytes // ours.cells * theirs.cells
+            own_bytes = (own_bytes - ours.draft_bytes) // ours.cells * theirs.cells + theirs.draft_bytes
+            if ours.draft not in ("", theirs.draft):
+                why = "has another draft model" if theirs.draft else "has no draft model"
+                _logger.warning("%s %s: what it computes is drafted for without KV of the prompt", self.name, why)
         if welcome.page_bytes != own_bytes:
             raise wire.Refused(f"its pages have {welcome.page_bytes} bytes, not {own_bytes}")
         if self._ring is not None:
@@ -427,13 +452,16 @@ def converted(
 ) -> tuple[int, memoryview]:
     """How many pages of ours are full, or the last one, with what came, and their bytes; what is left waits in `Incoming.rest`."""
     rows, begin = theirs.rows(data, message.count), message.first * theirs.page
+    if theirs.draft != ours.draft:
+        own = rows[:, : rows.shape[1] - theirs.draft_unit_bytes]
+        rows = np.pad(own, ((0, 0), (0, ours.draft_unit_bytes)))  # zeros, not what was there before
     if one.rest is None:
         rows = rows[max(0, one.num_known * ours.page - begin) // ours.unit :]
     else:
         rows = np.concatenate([one.rest, rows])
     missing = (len(one.pages) - one.num_arrived) * ours.units
     if begin + message.count * theirs.page >= one.num_tokens:
-        rows = np.pad(rows[:missing], [(0, max(0, missing - len(rows))), *[(0, 0)] * 4])
+        rows = np.pad(rows[:missing], ((0, max(0, missing - len(rows))), (0, 0)))
     count = min(len(rows), missing) // ours.units
     one.rest = rows[count * ours.units :].copy()
     return count, ours.pages(rows[: count * ours.units])

@@ -264,11 +264,12 @@ def introduce(
 def difference(prefill: Mapping[str, str], decode: Mapping[str, str]) -> str:
     """What KV depends on and two servers differ in, in words; empty if they can use each other's.
 
-    Pages of a known layout may be of other sizes, and of other ranks if these have the weights of the same checkpoint.
+    Pages of a known layout may be of other sizes, with KV of another draft model or of none, and of other ranks if these have the weights of the same
+    checkpoint.
     """
     differing = {name for name in {*prefill, *decode} if prefill.get(name) != decode.get(name)}
     if prefill.get("unit", "0") != "0":
-        differing -= {"page"}
+        differing -= {"page", "draft", "draft_page"}
         differing -= {"ranks", "weights"} if "ranks" in differing else {"checkpoint"}
     else:
         differing -= {"checkpoint"}

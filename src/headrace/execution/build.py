@@ -463,7 +463,8 @@ def _beside_steps(built: _Built, resources: ExitStack, refusal: str) -> _Beside:
 
 def _pages(built: _Built) -> PoolPages | str:
     runner, tensors = built.runner, None if built.cache is None else built.cache.digests
-    return page_transfer(built.setup, runner.model, built.memory.pool, built.rank, runner.loras, tensors)
+    memory = built.memory
+    return page_transfer(built.setup, runner.model, memory.pool, built.rank, runner.loras, tensors, memory.draft)
 
 
 def _ready_info(built: _Built, load_s: float) -> ReadyInfo:

@@ -50,7 +50,7 @@ class LoadedDraft:
     """What guesses, with its weights and still without a KV cache.
 
     needs: what it takes beside the target. make: the drafter, from its steps. backend: a fresh attention backend; bind: lets the model fuse its
-    layers with it, once it has a pool. keepers: of its weights.
+    layers with it, once it has a pool. keepers: of its weights. facts: see `DraftMemory`.
     """
 
     needs: RankNeeds
@@ -59,6 +59,7 @@ class LoadedDraft:
     backend: AttentionBackend
     bind: Callable[[AttentionBackend], object]
     keepers: list[Keeper]
+    facts: dict[str, object]
     target: Setup
 
     def with_cache(self, num_slots: int) -> DraftMemory:
@@ -68,7 +69,7 @@ class LoadedDraft:
                 self.shape, num_slots, self.target.config.page_size, self.target.placement.device
             )
         self.bind(self.backend)
-        return DraftMemory(self.keepers, self.backend, pool, self.bind)
+        return DraftMemory(self.keepers, self.backend, pool, self.bind, self.facts)
 
 
 def make_drafts(algorithm: str, args: ServerArgs, sampler: Sampler, on_host: bool) -> Drafts | None:
@@ -128,6 +129,13 @@ def _load_model(target: Setup, resources: ExitStack, decisions: list[str], token
         backend=setup.make_attention(),
         bind=draft.fuse if target.is_cpu else lambda attention: None,
         keepers=keepers_of(draft.weights()),
+        facts={
+            "model": setup.model_config.as_file(),
+            "dtype": setup.config.dtype,
+            "quantization": setup.config.quantization,
+            "activations": setup.config.activations,
+            "kv": setup.config.kv_cache_dtype,
+        },
         target=target,
     )
 
@@ -202,6 +210,7 @@ def _load_head(target: Setup, model: CausalLM, decisions: list[str]) -> LoadedDr
         backend=target.make_attention(),
         bind=lambda attention: None,
         keepers=keepers_of(head.weights()),
+        facts={"model": config.as_file(), "taps": model.taps},
         target=target,
     )
 

@@ -1,8 +1,9 @@
 """Copies pages of KV between the pool and plain bytes, for what keeps them outside of it; see `messages.step.PageTransfer`.
 
-A page's bytes are those of its K and V in each layer, in the backend's layout: K, then V of the first layer, then of the next. Of several ranks, each
-has a part of every page: the leader joins them in the order of ranks, so stages have together what one process has. Owns the fingerprint of what they
-depend on. Called by the tier's thread, beside the steps; only what several ranks write into their pools is written by all between the same two steps.
+A page's bytes are those of its K and V in each layer, in the backend's layout: K, then V of the first layer, then of the next. Those of a draft
+model follow. Of several ranks, each has a part of every page: the leader joins them in the order of ranks, so stages have together what one process
+has. Owns the fingerprint of what they depend on. Called by the tier's thread, beside the steps; only what several ranks write into their pools is
+written by all between the same two steps.
 """
 
 import hashlib
@@ -27,6 +28,7 @@ from headrace.errors import ExecutionError, ModelError
 from headrace.execution.lora import LoraPool
 from headrace.execution.model_source import open_model
 from headrace.execution.rank_jobs import LeaderJobs
+from headrace.execution.released import DraftMemory
 from headrace.execution.setup import Setup, check_unchanged
 from headrace.execution.weight_files import Digests, bytes_of
 from headrace.kernels import PAGE_SIZE
@@ -59,7 +61,7 @@ class Share:
 
 class PoolPages:
     """The pages of a pool. weights, facts: called for each fingerprint: all of the model, and what KV depends on beside them. adapter: see
-    `PageTransfer`. number: of the rank. tensors: what is known of the tensors of the weights."""
+    `PageTransfer`. number: of the rank. tensors: what is known of the tensors of the weights. draft: its KV cache has the same pages."""
 
     def __init__(
         self,
@@ -70,11 +72,15 @@ class PoolPages:
         number: int = 0,
         tensors: Digests | None = None,
         share: Share | None = None,
+        draft: DraftMemory | None = None,
     ) -> None:
         num_pages = pool.num_slots // pool.page_size
-        pairs = itertools.chain.from_iterable(zip(pool.k, pool.v, strict=True))
-        layers = [tensor.view(num_pages, -1).view(torch.uint8) for tensor in pairs]
+        pools = [pool] if draft is None else [pool, draft.pool]
+        pairs = itertools.chain.from_iterable(zip(one.k, one.v, strict=True) for one in pools)
+        layers = [tensor.view(num_pages, -1).view(torch.uint8) for pair in pairs for tensor in pair]
         self.page_bytes = sum(layer.shape[1] for layer in layers)
+        self._draft = draft
+        self._draft_bytes = sum(layer.shape[1] for layer in layers[2 * len(pool.k) :])
         # Rows are copied element by element: eight bytes at a time take a third of the time of one.
         wide = (torch.int64, torch.int32, torch.int16, torch.uint8)
         self._dtype = next(one for one in wide if not any(layer.shape[1] % one.itemsize for layer in layers))
@@ -97,7 +103,7 @@ class PoolPages:
 
     def fingerprint_of(self, digests: Mapping[str, str], **facts: object) -> str:
         """That of weights with these digests. facts: further ones."""
-        every = {"numerics": NUMERICS, **self._facts(), **facts}
+        every = {"numerics": NUMERICS, **self._facts(), **self._draft_facts(), **facts}
         return _hash([every, self._names(), sorted(digests.items())])
 
     def facts(self) -> dict[str, str]:
@@ -123,7 +129,16 @@ class PoolPages:
             "unit": str(self.share.unit),
             "weights": weights,
             "checkpoint": self._checkpoint if weights == self._at_start else f"updated: {weights[:24]}",
+            **self._draft_facts(),
         }
+
+    def _draft_facts(self) -> dict[str, str]:
+        """Empty without a draft model; see `PageTransfer.facts`."""
+        if self._draft is None:
+            return {}
+        weights = [self._digest(keeper.kept()) for keeper in self._draft.keepers]
+        page = [len(self._draft.pool.k), self._draft_bytes]
+        return {"draft": _hash([self._draft.facts, weights]), "draft_page": json.dumps(page)}
 
     def _names(self) -> list[str]:
         return [f"{weight.name} {weight.shape} {weight.tied_name}" for weight in self._weights()]
@@ -137,15 +152,19 @@ class PoolPages:
                 keepers.setdefault(id(keeper), (weight.name, keeper))
         digests: dict[str, str] = {}
         for name, keeper in keepers.values():
-            kept, found = keeper.kept(), hashlib.sha256(digests.get(name, "").encode())
-            for part, value in sorted(kept.items()):
-                if isinstance(value, torch.Tensor):
-                    found.update(f"{part} {value.dtype} {list(value.shape)} {self._tensors.of(value)} ".encode())
-                else:
-                    found.update(f"{part} {value} ".encode())
-            if kept:
-                digests[name] = found.hexdigest()
+            if kept := keeper.kept():
+                digests[name] = self._digest(kept, digests.get(name, ""))
         return digests
+
+    def _digest(self, kept: Mapping[str, object], before: str = "") -> str:
+        """Of what a layer keeps. before: of another one of the same weight."""
+        found = hashlib.sha256(before.encode())
+        for part, value in sorted(kept.items()):
+            if isinstance(value, torch.Tensor):
+                found.update(f"{part} {value.dtype} {list(value.shape)} {self._tensors.of(value)} ".encode())
+            else:
+                found.update(f"{part} {value} ".encode())
+        return found.hexdigest()
 
     def host_memory(self, num_bytes: int) -> memoryview:
         return bytes_of(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"))
@@ -153,6 +172,9 @@ class PoolPages:
     @torch.inference_mode()
     def read(self, pages: Sequence[int], into: memoryview | None = None) -> memoryview:
         """See `PageTransfer.read`."""
+        if self._stream is not None and self._draft is not None:
+            # A head follows a step whose ids the host has already.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             index = torch.tensor(pages, device=self._device)
             shape = len(pages), self.page_bytes // self._dtype.itemsize
@@ -284,9 +306,15 @@ class LeaderPages:
 
 
 def page_transfer(
-    setup: Setup, model: CausalLM, pool: KvPool, rank: Rank, loras: LoraPool, tensors: Digests | None
+    setup: Setup,
+    model: CausalLM,
+    pool: KvPool,
+    rank: Rank,
+    loras: LoraPool,
+    tensors: Digests | None,
+    draft: DraftMemory | None,
 ) -> PoolPages | str:
-    """The pages of a rank's pool, or why they cannot be copied. tensors: see `PoolPages`."""
+    """The pages of a rank's pool, or why they cannot be copied. tensors, draft: see `PoolPages`."""
     config = setup.config
     if setup.args.enable_dp_attention:
         return "ranks have KV of other requests (--enable-dp-attention): not supported yet"
@@ -298,7 +326,7 @@ def page_transfer(
     layers, heads = stage_layers(shape, rank.stage), head_share(shard, shape.num_q_heads, shape.num_kv_heads).kv
     part = layers.start, layers.stop, heads.start, heads.stop
     share = Share(part, _UNITS.get(config.attention_backend, 0), partial(_checkpoint, setup))
-    return PoolPages(pool, model.weights, partial(_facts, setup), loras.content, rank.number, tensors, share)
+    return PoolPages(pool, model.weights, partial(_facts, setup), loras.content, rank.number, tensors, share, draft)
 
 
 def _checkpoint(setup: Setup) -> str:

@@ -9,8 +9,8 @@ import ctypes
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,12 +38,14 @@ class DraftMemory:
     """What a draft model or head holds beside the model.
 
     keepers: its layers' weights. attention, pool: its KV cache. bind: lets it fuse its layers with a backend, when its weights have moved.
+    facts: what the bits of its KV depend on, beside its weights and the model.
     """
 
     keepers: Sequence[Keeper]
     attention: AttentionBackend
     pool: KvPool
     bind: Callable[[AttentionBackend], object]
+    facts: Mapping[str, object] = field(default_factory=dict)
 
 
 def keepers_of(weights: Iterable[Weight]) -> list[Keeper]:

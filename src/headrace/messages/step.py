@@ -174,6 +174,7 @@ class PageTransfer(Protocol):
         """By name, what two servers must have in common to go on with each other's KV: the weights, the layout, the arithmetic.
 
         Where their layouts differ, `disaggregation.sink.Layout` reads them: `page`, `unit`, `ranks`. `checkpoint`: of the weights, of any ranks.
+        `draft`: what the KV of a draft model depends on, which servers need not have in common; `draft_page`: its layers, and its bytes of a page.
         """
 
     def adapter(self, lora_id: int) -> str:
