@@ -45,7 +45,7 @@ from PIL import Image
 from bench.program import parser_of, refusals, words, write_report
 from bench.servers import ServerProcess, free_port, own_server
 from examples import make_tiny_vlm
-from headrace.attention.base import KvPool
+from headrace.attention.base import KvPool, KvShape
 from headrace.benchmark.http_stream import StreamReply, post
 from headrace.config.machine import SECRET_VARIABLE
 from headrace.disaggregation.sink import Incoming, PageSink
@@ -572,11 +572,14 @@ async def control(model: str, options: Any) -> Any:
 
 
 def pool_pages(num_tokens: int = 8192) -> tuple[PoolPages, list[int]]:
-    """A pool of the shape of SmolLM2-135M, and the numbers of its pages in another order."""
-    k, v = ([torch.randn((num_tokens, 3, 64)).bfloat16() for _ in range(30)] for _ in "kv")
+    """A pool of the shape of SmolLM2-135M, in memory as a server's, and the numbers of its pages in another order."""
+    size = num_tokens, 3, 64
+    pool = KvPool.zeros(KvShape(30, 3, 64, torch.bfloat16), (size, size), num_tokens, 16, torch.device("cpu"))
+    for tensor in (*pool.k, *pool.v):
+        tensor.copy_(torch.randn(size))
     pages = list(range(num_tokens // 16))
     random.Random(0).shuffle(pages)
-    return PoolPages(KvPool(k, v, num_tokens, 16), list, lambda: {"model": ""}), pages
+    return PoolPages(pool, list, lambda: {"model": ""}), pages
 
 
 def serve_pages() -> None:
@@ -606,7 +609,7 @@ def transfer(model: str, options: Any) -> Any:
         port = int(child.stdout.readline())
         sinks = {"shm": PageSink(into, _SECRET, uses_memory=True), "tcp": PageSink(into, _SECRET)}
         rooms = itertools.count()
-        for _ in range(8):
+        for _ in range(32):
             begin = time.perf_counter()
             np.copyto(plain, other)
             seconds["memcpy"].append(time.perf_counter() - begin)

@@ -291,21 +291,34 @@ nb::bytes group_receive(RankGroup& group) {
   return nb::bytes(message.data(), message.size());
 }
 
-// Past the caches where that can be said: a pool's pages are not read soon, and what they would displace is.
-void copy_past_caches(char* to, const char* from, size_t bytes) {
+// next: what is read after this row; it comes into the cache meanwhile, since where it lies is nothing that a processor foresees. past_caches, where that
+// can be said: what is written and not read soon displaces nothing there, and what another core reads comes faster from memory than out of this one's
+// cache.
+void copy_row(char* to, const char* from, size_t bytes, const char* next, [[maybe_unused]] bool past_caches) {
+  constexpr size_t kLine = 64;
+  size_t i = 0;
+  for (; i + kLine <= bytes; i += kLine) {
+    __builtin_prefetch(next + i, 0, 2);
 #if defined(__SSE2__)
-  if (reinterpret_cast<Address>(to) % 16 == 0 && bytes % 16 == 0) {
-    for (size_t i = 0; i < bytes; i += 16)
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
-    return;
-  }
+    const auto* const in = reinterpret_cast<const __m128i*>(from + i);
+    auto* const out = reinterpret_cast<__m128i*>(to + i);
+    const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1), c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
+    if (past_caches && reinterpret_cast<Address>(to) % 16 == 0) {
+      _mm_stream_si128(out, a), _mm_stream_si128(out + 1, b), _mm_stream_si128(out + 2, c), _mm_stream_si128(out + 3, d);
+    } else {
+      _mm_storeu_si128(out, a), _mm_storeu_si128(out + 1, b), _mm_storeu_si128(out + 2, c), _mm_storeu_si128(out + 3, d);
+    }
+#else
+    memcpy(to + i, from + i, kLine);
 #endif
-  memcpy(to, from, bytes);
+  }
+  memcpy(to + i, from + i, bytes - i);
 }
 
 // Pages of a pool to bytes, or from them: of each page its row in the first layer, then in the next. layers: pages lie one after the other there.
+// past_caches: this core does not read soon what is written.
 void copy_pages(const std::vector<Address>& layers, const std::vector<size_t>& row_bytes, int64_t num_pages, const std::vector<int64_t>& pages,
-                Address bytes, bool to_pool) {
+                Address bytes, bool to_pool, bool past_caches) {
   for (const int64_t page : pages)
     if (page < 0 || page >= num_pages) throw std::out_of_range("a page outside the pool");
   const size_t num_layers = layers.size(), num_rows = pages.size() * num_layers;
@@ -315,20 +328,9 @@ void copy_pages(const std::vector<Address>& layers, const std::vector<size_t>& r
   char* flat = at<char>(bytes);
   for (size_t row = 0; row < num_rows; ++row) {
     const size_t size = row_bytes[row % num_layers];
-    if (to_pool) {
-      copy_past_caches(row_at(row), flat, size);
-    } else {
-      // The next row comes into the cache meanwhile: where it lies is nothing that a processor foresees.
-      const size_t other = std::min(row + 1, num_rows - 1);
-      const char *const from = row_at(row), *const next = row_at(other);
-      const size_t next_size = row_bytes[other % num_layers];
-      constexpr size_t kStep = 512, kLine = 64;
-      for (size_t i = 0; i < size; i += kStep) {
-        for (size_t j = i; j < std::min(i + kStep, next_size); j += kLine) __builtin_prefetch(next + j, 0, 2);
-        memcpy(flat + i, from + i, std::min(kStep, size - i));
-      }
-    }
-    flat += size;
+    char *const inside = row_at(row), *const end = flat + size;
+    to_pool ? copy_row(inside, flat, size, end, past_caches) : copy_row(flat, inside, size, row_at(std::min(row + 1, num_rows - 1)), past_caches);
+    flat = end;
   }
 #if defined(__SSE2__)
   _mm_sfence();

@@ -232,7 +232,7 @@ class _Peer:
         self.reads = threading.Thread(target=self._run, name="kv-sink-reads", daemon=True)
         self.is_lost = False
         self._rooms: dict[int, Incoming] = {}
-        self._num_taken = self._num_asked = 0
+        self._num_asked = 0
         self._progress = 0
         self._replicas = 1
         self._connection: wire.Connection | None = None
@@ -382,9 +382,8 @@ class _Peer:
                     sink.num_pages += count
                     sink.num_bytes += len(data)
         if message.place >= 0:
-            with sink.wake:
-                self._num_taken += 1
-                sink.wake.notify_all()
+            assert self._connection is not None
+            self._connection.send(wire.Taken())
 
     def _num_known(self, one: Incoming) -> int:
         """Pages of the other side that need not come."""
@@ -421,9 +420,6 @@ class _Peer:
 
     def _next_message(self) -> wire.Message | None:
         """The lock is held."""
-        if self._num_taken:
-            self._num_taken -= 1
-            return wire.Taken()
         for number, one in self._rooms.items():  # before what is asked: a room may be asked for again
             if not one.is_wanted:
                 del self._rooms[number]

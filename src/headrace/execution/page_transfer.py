@@ -184,7 +184,7 @@ class PoolPages:
             else:
                 found = self._layers[0].new_empty(shape)
             if self._copy is not None:
-                self._copy(*self._places, list(pages), found.data_ptr(), False)
+                self._copy(*self._places, list(pages), found.data_ptr(), False, into is not None)
             else:
                 for layer, part in zip(self._layers, self._split(found), strict=True):
                     torch.index_select(layer, 0, index, out=part)
@@ -199,7 +199,7 @@ class PoolPages:
         """See `PageTransfer.write`."""
         if self._copy is not None:
             rows = np.frombuffer(data, np.uint8).reshape(len(pages), self.page_bytes)
-            self._copy(*self._places, list(pages), rows.ctypes.data, True)
+            self._copy(*self._places, list(pages), rows.ctypes.data, True, True)
             return
         with torch.cuda.stream(self._stream):
             index = torch.tensor(pages, device=self._device)

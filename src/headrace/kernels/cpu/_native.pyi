@@ -322,7 +322,13 @@ class RankGroup:
     def break_up(self, reason: str) -> None: ...
 
 def copy_pages(
-    layers: list[int], row_bytes: list[int], num_pages: int, pages: list[int], bytes: int, to_pool: bool
+    layers: list[int],
+    row_bytes: list[int],
+    num_pages: int,
+    pages: list[int],
+    bytes: int,
+    to_pool: bool,
+    past_caches: bool,
 ) -> None: ...
 def probe_read(memory: int, bytes: int) -> float: ...
 def probe_fma(rounds: int) -> float: ...
