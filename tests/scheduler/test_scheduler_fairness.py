@@ -1,8 +1,15 @@
 """Keys share the machine by their weights, none starves, and waiting has its own time limit."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
-from fake_worker import Rig
+from fake_worker import Rig, expected_outputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.messages.control import AbortReq
+from headrace.scheduler.fairness import WINDOW_S
 
 LONG = {"max_new_tokens": 12, "ignore_eos": True}
 
@@ -139,3 +146,160 @@ def test_the_story_of_a_sample_comes_with_its_end():
     never = next(stats for stats in last.values() if not stats.num_retractions)
     assert sum(event.num_tokens for event in never.events if event.kind == "chunk") == 4
     assert all(row.stats.events == () for rows in rig.rows.values() for row in rows[:-1] if row.stats)
+
+
+FLOOD = {"max_new_tokens": 400, "ignore_eos": True}
+
+
+def wide_rig(**options: object) -> Rig:
+    """Whose steps have room for all prompts."""
+    return Rig(chunk=256, step_tokens=512, **options)
+
+
+def turns_until(rig: Rig, rid: str, most: int = 2000) -> int:
+    """Turns of the scheduler until the request has ended."""
+    for count in range(most):
+        if rid in rig.finish:
+            return count
+        rig.turn()
+    raise AssertionError(f"{rid} has not ended")
+
+
+def flooded(rig: Rig, count: int = 16, **options: object) -> Rig:
+    for i in range(count):
+        rig.add(f"a{i}", prompt(i), tenant="a", **FLOOD, **options)
+    for _ in range(6):
+        rig.turn()
+    return rig
+
+
+def retracted(rig: Rig) -> dict[str, int]:
+    return {req.rid: req.num_retractions for req in rig.state.by_rid.values() if req.num_retractions}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_who_has_all_places_gives_one_back_to_another_and_its_youngest_goes(overlap: bool):
+    rig = flooded(wide_rig(num_pages=20_000, max_running=16, overlap=overlap))
+    rig.add("b0", prompt(99), tenant="b", max_new_tokens=2)
+
+    assert turns_until(rig, "b0") < 12
+    assert retracted(rig) == {"a15": 1}
+    rig.drain()
+    assert all(rig.ids[f"a{i}"] == expected_outputs(prompt(i), 400, 9, True) for i in range(16))
+    rig.check_idle()
+
+
+def test_the_place_that_another_has_used_is_kept_for_it_while_it_comes_and_then_no_longer():
+    rig = flooded(wide_rig(num_pages=20_000, max_running=16))
+    for i in range(20):
+        rig.add(f"b{i}", prompt(100 + i), tenant="b", max_new_tokens=2)
+        turns_until(rig, f"b{i}")
+        rig.now += 0.1
+
+    assert retracted(rig) == {"a15": 1}, "one for all of them"
+    assert len(rig.state.running) == 15
+    rig.now += 2 * WINDOW_S
+    rig.turn()
+    rig.turn()
+    assert len(rig.state.running) == 16
+
+
+def test_two_tenants_with_long_requests_come_to_their_shares_and_stay_there():
+    rig = flooded(wide_rig(num_pages=20_000, max_running=12), 12)
+    for i in range(12):
+        rig.add(f"b{i}", prompt(50 + i), tenant="b", weight=2.0, **FLOOD)
+    for _ in range(60):
+        rig.turn()
+        rig.now += 0.1
+
+    assert Counter(req.asked.tenant for req in rig.state.running) == {"a": 4, "b": 8}
+    assert rig.state.counters.num_retracted == 8
+    rig.drain()
+    rig.check_idle()
+
+
+def test_many_who_come_keep_no_more_than_an_eighth_of_the_places_from_one_with_much_work():
+    rig = wide_rig(num_pages=20_000, max_running=16)
+    for i in range(8):
+        for j in range(4):
+            rig.add(f"{i}-{j}", prompt(100 + 4 * i + j), tenant=f"t{i}", max_new_tokens=2)
+    rig.drain()
+    flooded(rig, 20)
+
+    assert len(rig.state.running) == 14
+
+
+def test_a_sample_gives_way_three_times_and_no_more():
+    rig = flooded(wide_rig(num_pages=20_000, max_running=2), 2)
+    for i in range(8):
+        rig.add(f"b{i}", prompt(100 + i), tenant="b", max_new_tokens=2)
+        for _ in range(8):
+            rig.turn()
+        rig.now += 3 * WINDOW_S  # so that b has nothing any more
+
+    assert retracted(rig) == {"a0": 3, "a1": 3}
+    assert "b5" in rig.finish
+    assert "b6" not in rig.finish
+
+
+def test_pages_are_given_back_as_well_as_places_and_the_older_ones_of_the_others_stay():
+    rig = wide_rig(num_pages=120, max_running=16, radix=False)
+    for i in range(3):
+        rig.add(f"a{i}", prompt(i), tenant="a", max_new_tokens=60, ignore_eos=True)
+    for _ in range(30):
+        rig.turn()
+    rig.add("b0", prompt(99, 30), tenant="b", max_new_tokens=4, ignore_eos=True)
+
+    assert turns_until(rig, "b0") < 20
+    assert set(retracted(rig)) <= {"a2", "a1"}
+    assert retracted(rig)
+    rig.drain()
+    rig.check_idle()
+
+
+def test_where_the_cache_is_full_the_one_above_its_share_gives_way_though_another_is_younger():
+    rig = wide_rig(num_pages=100, max_running=16, radix=False)
+    rig.state.ratio.scale(0.01)  # so little is reserved for outputs that the pool runs full
+    rig.add("a0", prompt(1, 40), tenant="a", max_new_tokens=50, ignore_eos=True)
+    rig.add("a1", prompt(2, 20), tenant="a", max_new_tokens=50, ignore_eos=True)
+    rig.turn()
+    rig.add("b0", prompt(3, 10), tenant="b", max_new_tokens=20, ignore_eos=True)
+    turns_until(rig, "b0")
+
+    assert rig.rows["b0"][-1].stats.num_retractions == 0
+    rig.drain()
+    rig.check_idle()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    arrivals=st.lists(
+        st.tuples(st.integers(1, 12), st.integers(1, 20), st.integers(0, 3), st.integers(0, 4), st.booleans()),
+        min_size=2,
+        max_size=16,
+    ),
+    max_running=st.integers(1, 6),
+    num_pages=st.integers(45, 120),
+    overlap=st.booleans(),
+    radix=st.booleans(),
+    seconds=st.sampled_from([0.0, 1.0, 15.0]),
+)
+def test_whoever_gives_way_to_another_tenant_ends_with_its_tokens(
+    arrivals, max_running, num_pages, overlap, radix, seconds
+):
+    rig = Rig(num_pages=num_pages, max_running=max_running, overlap=overlap, radix=radix)
+    for i, (length, max_new, tenant, turns, abort) in enumerate(arrivals):
+        rig.add(
+            f"r{i}", prompt(i, length), max_new, ignore_eos=True, tenant=f"t{tenant}", weight=1.0 + tenant, stream=True
+        )
+        for _ in range(turns):
+            rig.turn()
+        rig.now += seconds
+        if abort:
+            rig.inbox.send(AbortReq((f"r{i // 2}",)))
+    rig.drain()
+
+    for i, (length, max_new, *_) in enumerate(arrivals):
+        want = expected_outputs(prompt(i, length), max_new, 9, True)
+        assert rig.ids[f"r{i}"] == (want if rig.finish[f"r{i}"].type == "length" else want[: len(rig.ids[f"r{i}"])])
+    rig.check_idle()

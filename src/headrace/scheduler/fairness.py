@@ -1,18 +1,25 @@
-"""Weighted fair sharing between API keys with waiting requests.
+"""Weighted fair sharing between tenants (API keys, or the addresses of clients without one): who goes next, and who has more than its share.
 
-The Virtual Token Counter of Sheng et al. 2024, "Fairness in Serving Large Language Models" (arXiv:2401.00588), with weights: each
-tenant has a counter of the service it received (computed prompt tokens, and output tokens, which cost more), divided by its weight;
-the waiting tenant with the smallest counter goes next. When a tenant starts to wait again, its counter is raised to the smallest one of
-those that wait, or of the last one that did, so idle time earns no credit. Within a tenant the queue's policy decides. No slot is kept
-empty for a share.
+**Turns** of those that wait. The Virtual Token Counter of Sheng et al. 2024, "Fairness in Serving Large Language Models" (arXiv:2401.00588), with
+weights: each tenant has a counter of the service it received (computed prompt tokens, and output tokens, which cost more), divided by its weight;
+the waiting tenant with the smallest counter goes next. When a tenant starts to wait again, its counter is raised to the smallest one of those that
+wait, or of the last one that did, so idle time earns no credit. Within a tenant the queue's policy decides.
+
+**Shares** of the places of running samples and of the KV cache, in proportion to the weights of those that are present. They count only while
+somebody waits: a tenant that is alone may have all. One that is above its share then gives way to one that is below and got no more service
+(`retract.choose_victims`), and it may not take the places that others have used lately, up to a part of all: otherwise each of their requests would
+have to set back another sample.
 
 Owns the counters. Does not read the clock; runs in the scheduler's thread.
 """
 
 import heapq
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from headrace.scheduler.request import Req
+from headrace.scheduler.waiting import WaitingQueue
 
 PROMPT_COST = 1.0
 OUTPUT_COST = 2.0
@@ -20,6 +27,12 @@ OUTPUT_COST = 2.0
 
 MAX_TENANTS = 10_000
 """Most counters to keep; beyond this (or twice the number of tenants that wait), those of tenants without waiting requests are dropped."""
+
+WINDOW_S = 10.0
+"""A tenant counts as present from when it runs or waits to the end of the next window of so many seconds."""
+
+KEPT_PART = 8
+"""At most one of so many places is kept free for those who used it lately."""
 
 
 class FairShare:
@@ -71,6 +84,17 @@ class FairShare:
             yield req
             heapq.heapreplace(turns, (service + PROMPT_COST * req.num_prompt_tokens / req.asked.weight, tenant))
 
+    def by_turns(self, tenants: Collection[str]) -> Iterator[str]:
+        """Those that wait, who got least first."""
+        turns = [(self._service[tenant], tenant) for tenant in tenants]
+        heapq.heapify(turns)
+        while turns:
+            yield heapq.heappop(turns)[1]
+
+    def has_had_more(self, tenant: str, other: str) -> bool:
+        """Whether it got more service, by its weight, than another one."""
+        return self._service.get(tenant, 0.0) > self._service.get(other, 0.0)
+
     def charge_prompt(self, req: Req, num_tokens: int) -> None:
         """Charge for `num_tokens` prompt tokens that will be computed, at admission."""
         self._last_admitted = req.asked.tenant
@@ -109,3 +133,77 @@ class FairShare:
         self._by_service = [(service, tenant) for tenant, service in self._service.items()]
         heapq.heapify(self._by_service)
         self._in_heap = set(self._service)
+
+
+@dataclass(slots=True)
+class _Presence:
+    """most: samples that ran or waited at a time, in this window and the one before."""
+
+    weight: float
+    most: int = 0
+    most_before: int = 0
+
+    @property
+    def places(self) -> int:
+        return max(self.most, self.most_before)
+
+
+class Shares:
+    """What each tenant that is present holds and may hold. num_places: samples that may run at a time."""
+
+    def __init__(self) -> None:
+        self._present: dict[str, _Presence] = {}
+        self._total_weight = 0.0
+        self._num_places = 0
+        self._window_end_s = 0.0
+        self._held: Counter[str] = Counter()
+
+    def look(self, running: Sequence[Req], waiting: WaitingQueue, num_places: int, now_s: float) -> None:
+        """Count anew; at the begin of a plan in which somebody waits."""
+        self._num_places = num_places
+        self._held = Counter(req.asked.tenant for req in running if req.finish is None)
+        here = self._held.keys() | waiting.tenants
+        if not self.are_several and len(here) == 1 and here == self._present.keys():
+            return
+        if now_s >= self._window_end_s:
+            is_next = now_s < self._window_end_s + WINDOW_S
+            self._present = {
+                name: _Presence(one.weight, 0, one.most) for name, one in self._present.items() if is_next and one.most
+            }
+            self._window_end_s = now_s + WINDOW_S
+        for req in (*running, *waiting.heads()):
+            self._present.setdefault(req.asked.tenant, _Presence(1.0)).weight = req.asked.weight
+        for tenant in here:
+            one = self._present[tenant]
+            one.most = max(one.most, self._held[tenant] + waiting.num_of(tenant))
+        self._total_weight = sum(one.weight for one in self._present.values())
+
+    @property
+    def are_several(self) -> bool:
+        return len(self._present) > 1
+
+    def part(self, tenant: str) -> float:
+        """Of what there is, the part that is its share."""
+        return self._present[tenant].weight / self._total_weight
+
+    def places(self, tenant: str) -> int:
+        return max(1, int(self.part(tenant) * self._num_places))
+
+    def is_below(self, tenant: str) -> bool:
+        return self._held[tenant] < self.places(tenant)
+
+    def begin(self, tenant: str) -> None:
+        """One of its samples has got a place."""
+        self._held[tenant] += 1
+
+    def may_take(self, tenant: str, num_free: int) -> int:
+        """Of the free places, those that it may take now."""
+        if not self.are_several:
+            return num_free
+        wanted = (
+            min(self.places(other), one.places) - self._held[other]
+            for other, one in self._present.items()
+            if other != tenant
+        )
+        kept = min(sum(max(0, count) for count in wanted), self._num_places // KEPT_PART)
+        return min(num_free, max(num_free - kept, self.places(tenant) - self._held[tenant], 0))

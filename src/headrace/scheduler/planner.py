@@ -42,6 +42,8 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     state.now_s = now_s
     state.encodings.begin_plan()
     batch = ScheduleBatch(state.next_step, state.kv.page_size, now_s)
+    if state.waiting:
+        state.shares.look(state.running, state.waiting, _most_running(state), now_s)
     making_way = _making_way(state) if state.waiting else None
     victims = making_way.victims if making_way is not None else ()
     num_parts = len(state.kv.parts)
@@ -196,7 +198,7 @@ def _make_room(state: SchedulerState, batch: ScheduleBatch, req: Req, num_tokens
 
 def _making_way(state: SchedulerState) -> Preemption | None:
     """The running requests to leave out of this step because a more important request will take their place."""
-    way = retract.choose_victims(state)
+    way = retract.choose_victims(state, lambda tenant: next(_own_order(state, tenant)))
     if way is None or _waits_for_prefix(state, way.first) or not state.encodings.is_ready(way.first, 0):
         return None
     # While other prompts use the whole step, it could not start anyway.
@@ -274,7 +276,7 @@ def _order_by_rest(state: SchedulerState, first: Req, limit: int) -> Iterator[Re
     take turns."""
 
     def own_order(tenant: str) -> Iterator[Req]:
-        compared = [(_rest(state, req), req) for req in islice(_own_order(state, tenant), MOST_COMPARED)]
+        compared = [(_rest(state, req), req) for req in islice(_may_begin(state, tenant), MOST_COMPARED)]
         shorter = [pair for pair in compared if pair[0] <= limit and not _matters_less(state, pair[1], first)]
         return (req for _, req in sorted(shorter, key=lambda pair: pair[0]))
 
@@ -341,6 +343,7 @@ def _admit(
         reserved[part] += needed - count
         admitted.append(req)
         state.running.append(req)
+        state.shares.begin(req.asked.tenant)
         _note_first_schedule(state, req, match.num_tokens, state.now_s)
         batch.new.append(_new_sequence(state, req))
         if count < num_wanted:
@@ -401,15 +404,25 @@ def _num_places(state: SchedulerState) -> int:
     return min(state.kv.num_free_seqs, state.config.max_running - len(state.running))
 
 
+def _most_running(state: SchedulerState) -> int:
+    return min(state.kv.max_seqs, state.config.max_running)
+
+
 def _order(state: SchedulerState) -> Iterator[Req]:
     """What waits, in the order in which it is admitted."""
     if not state.waiting:
         return iter(())
-    return state.fair_share.order(state.waiting.tenants, lambda tenant: _own_order(state, tenant))
+    return state.fair_share.order(state.waiting.tenants, lambda tenant: _may_begin(state, tenant))
+
+
+def _may_begin(state: SchedulerState, tenant: str) -> Iterator[Req]:
+    """What waits of one tenant, as far as there are places that it may take."""
+    order = _own_order(state, tenant)
+    return islice(order, state.shares.may_take(tenant, _num_places(state))) if state.shares.are_several else order
 
 
 def _own_order(state: SchedulerState, tenant: str) -> Iterator[Req]:
-    """What waits of one key."""
+    """What waits of one tenant."""
     config, lanes = state.config, state.waiting.lanes(tenant)
     match config.policy:
         case "lpm" if len(state.waiting) <= LPM_MAX_QUEUE:

@@ -2,9 +2,11 @@
 
 Retraction: their outputs are kept; their KV is computed again later.
 
-Preemption by a waiting request of much higher priority (--enable-priority-preemption) is bounded: it uses the priorities that clients gave, without
-ageing, and a difference of at least the threshold, so that of two requests only one can ever displace the other; only requests of the same API key
-are displaced; and each at most MAX_PREEMPTIONS times.
+Preemption, each request at most MAX_PREEMPTIONS times:
+- by a waiting request of much higher priority (--enable-priority-preemption): it uses the priorities that clients gave, without ageing, and a
+  difference of at least the threshold, so that of two requests only one can ever displace the other; and only requests of the same tenant are.
+- by a tenant that waits and has less than its share of places and of the KV cache (`fairness.Shares`): the youngest requests of those that have
+  more. None falls below its own share by that, so two tenants do not displace one another by turns.
 
 Draining: every request keeps to one version of the weights, and all samples of a prompt to the one that the first of them started with. While the
 gate drains, the planner admits only such samples; once none is left, an operation such as a weight update may take effect.
@@ -12,7 +14,8 @@ gate drains, the planner admits only such samples; once none is left, an operati
 Runs in the scheduler's thread.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -39,8 +42,9 @@ class Preemption:
 def make_room(state: SchedulerState, wanting: Req) -> bool:
     """Retract one request to free pages for `wanting`. No step in flight may use a request of its part of the KV cache.
 
-    The victim is the least important running request of the part (lowest priority, then latest arrival), so that the oldest always
-    progresses. It may be `wanting` itself; if that is alone, pins give way to it, one at a time, and without any it can never fit and ends here.
+    The victim is the least important running request of the part (of a tenant above its share of the KV cache, if one is; lowest priority, then
+    latest arrival), so that the oldest always progresses. It may be `wanting` itself; if that is alone, pins give way to it, one at a time, and
+    without any it can never fit and ends here.
     Returns False when `wanting` was retracted or has ended.
     """
     candidates = [req for req in state.running if req.finish is None and req.seq >= 0 and req.part == wanting.part]
@@ -55,7 +59,10 @@ def make_room(state: SchedulerState, wanting: Req) -> bool:
         )
         state.ended.append(wanting)
         return False
-    victim = min(candidates, key=lambda r: (effective_priority(r, r.arrived_s, 0.0), -r.order))
+    above = _above_share(state, wanting.part)
+    victim = min(
+        candidates, key=lambda r: (r.asked.tenant not in above, effective_priority(r, r.arrived_s, 0.0), -r.order)
+    )
     _retract(state, victim)
     state.ratio.retracted(req for req in candidates if req is not victim)
     return victim is not wanting
@@ -96,16 +103,25 @@ def _retract(state: SchedulerState, req: Req) -> None:
     logger.debug("retracted %s after %d output tokens", req.rid, req.num_outputs)
 
 
-def choose_victims(state: SchedulerState) -> Preemption | None:
-    """The victims for the most important waiting request; None when there are none, or none are needed.
+def choose_victims(state: SchedulerState, next_of: Callable[[str], Req]) -> Preemption | None:
+    """The victims for the most important waiting request, or for a tenant below its share; None when there are none, or none are needed.
 
-    None are displaced in vain: if even all candidates together would not free enough, they stay.
+    None are displaced in vain: if even all candidates together would not free enough, they stay. next_of: the next request of a tenant that waits.
     """
-    threshold = state.config.preemption_threshold
-    if threshold <= 0 or not state.waiting or state.gate.draining:
+    if not state.waiting or state.gate.draining:
         return None
-    first = min(state.waiting.heads(), key=lambda r: (-r.asked.priority, r.order))
-    candidates = [req for req in state.running if _may_take_place(first, req, threshold)]
+    if (threshold := state.config.preemption_threshold) > 0:
+        first = min(state.waiting.heads(), key=lambda r: (-r.asked.priority, r.order))
+        candidates = [req for req in state.running if _may_take_place(first, req, threshold)]
+        if (way := _way_for(state, first, candidates)) is not None:
+            return way
+    if not state.shares.are_several:
+        return None
+    below = next(filter(state.shares.is_below, state.fair_share.by_turns(state.waiting.tenants)), None)
+    return None if below is None else _way_for(state, next_of(below), _more_than_share(state, below))
+
+
+def _way_for(state: SchedulerState, first: Req, candidates: list[Req]) -> Preemption | None:
     if not candidates:
         return None
     candidates.sort(key=lambda r: (r.asked.priority, -r.order))
@@ -113,6 +129,46 @@ def choose_victims(state: SchedulerState) -> Preemption | None:
     possible = [victims for part in parts if (victims := _victims(state, first, candidates, part)) is not None]
     fewest = min(possible, key=len, default=())
     return Preemption(first, fewest) if fewest else None
+
+
+def _more_than_share(state: SchedulerState, wanting: str) -> list[Req]:
+    """Of every other tenant that got no less service the youngest requests that it runs beyond its share of places or of the KV cache, if `wanting`,
+    which waits, is below its own."""
+    above = _above_share(state)
+    if wanting in above:
+        return []
+    found: list[Req] = []
+    num_left = Counter(req.asked.tenant for req in state.running if req.finish is None)
+    for req in sorted(state.running, key=lambda r: -r.order):
+        tenant = req.asked.tenant
+        if tenant == wanting or req.finish is not None or req.num_preemptions >= MAX_PREEMPTIONS:
+            continue
+        if state.fair_share.has_had_more(wanting, tenant):
+            continue
+        if num_left[tenant] > state.shares.places(tenant) or above.get(tenant, 0) > 0:
+            found.append(req)
+            num_left[tenant] -= 1
+            if tenant in above:
+                above[tenant] -= held_tokens(state, req)
+    return found
+
+
+def _above_share(state: SchedulerState, part: int | None = None) -> dict[str, int]:
+    """How many tokens those have too many who have more than their share of the KV cache, or of a part of it."""
+    if not state.shares.are_several:
+        return {}
+    held: Counter[str] = Counter()
+    for req in state.running:
+        if req.finish is None and part in (None, req.part):
+            held[req.asked.tenant] += held_tokens(state, req)
+    total = state.kv.total_tokens if part is None else state.kv.part_tokens
+    too_many = {tenant: count - int(state.shares.part(tenant) * total) for tenant, count in held.items()}
+    return {tenant: count for tenant, count in too_many.items() if count > 0}
+
+
+def held_tokens(state: SchedulerState, req: Req) -> int:
+    """Tokens of the KV cache that a running request holds and is expected to need."""
+    return len(req.pages) * state.kv.page_size + expected_tokens(state, req)
 
 
 def _victims(state: SchedulerState, first: Req, candidates: list[Req], part: int) -> tuple[Req, ...] | None:
@@ -126,7 +182,7 @@ def _victims(state: SchedulerState, first: Req, candidates: list[Req], part: int
         victims.append(req)
         places -= 1
         # An upper bound: other requests may lease some of its pages.
-        tokens -= len(req.pages) * state.kv.page_size + expected_tokens(state, req)
+        tokens -= held_tokens(state, req)
     return tuple(victims) if places <= 0 and tokens <= 0 else None
 
 

@@ -15,7 +15,7 @@ from headrace.messages.step import EncodeWork, ModelWorkerBatch, NewSequence
 from headrace.messages.weights import MemoryTag, PauseMode
 from headrace.scheduler.admission import DEFAULT_CLIP_TOKENS, NewTokenRatio
 from headrace.scheduler.encodings import Encodings
-from headrace.scheduler.fairness import FairShare
+from headrace.scheduler.fairness import FairShare, Shares
 from headrace.scheduler.grammar_queue import GrammarQueue
 from headrace.scheduler.kv_manager import KVManager
 from headrace.scheduler.pins import Pins
@@ -249,6 +249,7 @@ class SchedulerState:
     gen_throughput: float = 0.0
     passed: str = ""
     fair_share: FairShare = field(default_factory=FairShare)
+    shares: Shares = field(default_factory=Shares)
     now_s: float = 0.0
     gate: Gate = field(default_factory=Gate)
     next_order: int = 0

@@ -44,6 +44,9 @@ class WaitingQueue:
         """The lanes of one key. They change with the queue."""
         return list(self._lanes[tenant].values())
 
+    def num_of(self, tenant: str) -> int:
+        return sum(map(len, self._lanes.get(tenant, {}).values()))
+
     def heads(self) -> Iterator[Req]:
         return (lane[0] for lanes in self._lanes.values() for lane in lanes.values())
 
