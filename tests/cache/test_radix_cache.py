@@ -1,5 +1,6 @@
 """The radix tree against a plain set of prefixes, and its rules on leases, recency and namespaces."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from headrace.cache import base
 from headrace.cache.base import ChunkCache
-from headrace.cache.radix_cache import RadixCache
+from headrace.cache.radix_cache import LATELY, RadixCache
+from headrace.messages import namespaces
 from headrace.messages.outputs import CacheMiss
 
 
@@ -200,16 +202,20 @@ def release_noted(cache: RadixCache, lease: Any, released: dict[Any, int]) -> No
 
 
 def evicted_by_walking(cache: RadixCache, num_pages: int, released: dict[Any, int]) -> list[int]:
-    """What `evict` should free: among the leaves of the whole tree the least recently released, again and again."""
+    """What `evict` should free: among the leaves of those above their share the least recently released, again and again; then among all."""
     nodes = cache._nodes()
     num_children = {node: len(node.children) for node in nodes}
+    held = Counter(node.owner for node in nodes for _ in node.pages)
+    share = sum(held.values()) / max(1, len(held))
     freed: list[int] = []
     while len(freed) < num_pages:
         leaves = [node for node, count in num_children.items() if count == 0 and node.leases == 0]
         if not leaves:
             break
-        oldest = min(leaves, key=lambda node: released[node])
+        above = [node for node in leaves if held[node.owner] > share]
+        oldest = min(above or leaves, key=lambda node: released[node])
         freed += oldest.pages
+        held[oldest.owner] -= len(oldest.pages)
         del num_children[oldest]
         if oldest.parent in num_children:
             num_children[oldest.parent] -= 1
@@ -223,12 +229,13 @@ def evicted_by_walking(cache: RadixCache, num_pages: int, released: dict[Any, in
         st.tuples(
             st.sampled_from(["insert", "insert", "match", "evict", "release", "flush"]),
             st.lists(st.integers(0, 1), max_size=10),
-            st.sampled_from(["", "a"]),
+            st.sampled_from(["", namespaces.of_request(None, "salt"), "a", "b"]),
         ),
         max_size=60,
     ),
 )
 def test_what_is_evicted_is_what_a_walk_through_the_tree_would_find(page_size, actions):
+    """Nobody is away for so long that it has no share."""
     cache = RadixCache(page_size)
     leases = []
     released: dict[Any, int] = {}
@@ -253,6 +260,41 @@ def test_what_is_evicted_is_what_a_walk_through_the_tree_would_find(page_size, a
     assert cache.evict(next_page) == want
     assert cache.num_evictable_pages == 0
     assert not cache._roots
+
+
+def test_many_prompts_of_one_do_not_evict_what_another_uses():
+    cache = RadixCache(page_size=1)
+    fill(cache, [1, 2, 3], 0, "b")
+    for i in range(50):
+        fill(cache, [10 + i, 1], 3, "a")
+        if cache.num_evictable_pages > 20:
+            cache.evict(2)
+
+    assert cache.peek(tokens(1, 2, 3), "b", 3) == 3
+    assert cache.peek(tokens(10, 1), "a", 2) == 0
+    assert cache.peek(tokens(59, 1), "a", 2) == 2
+
+
+def test_above_equal_shares_the_oldest_of_all_goes_first():
+    cache = RadixCache(page_size=1)
+    fill(cache, [1, 2], 0, "a")
+    fill(cache, [1, 2], 2, "b")
+    fill(cache, [3, 4], 4, "a")
+
+    assert cache.evict(1) == [0, 1], "a has more"
+    assert cache.evict(1) == [2, 3], "both have as much"
+
+
+def test_who_is_away_for_long_has_no_share():
+    cache = RadixCache(page_size=1)
+    fill(cache, [1, 2, 3], 0, "b")
+    for i in range(LATELY * 12):
+        fill(cache, [10 + i], 3, "a")
+        if cache.num_evictable_pages > 10:
+            cache.evict(1)
+
+    assert cache.peek(tokens(1, 2, 3), "b", 3) == 0
+    assert cache.num_pages_of("a") == 10
 
 
 def test_the_oldest_goes_first_after_many_matches():

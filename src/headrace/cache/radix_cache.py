@@ -3,9 +3,14 @@
 Owns the pages of every cached prefix. Runs in the scheduler's thread; no torch.
 Keys are compared page by page: an edge always holds whole pages, and two edges of a node differ within their first page.
 Every namespace (adapter, cache salt, extra key) has its own root, so nothing is shared between namespaces.
+
+Of those who used the cache lately each has an equal share of it. What was used least lately goes first, of those above their share: so the prompts
+of one do not evict what another goes on using. A share that its owner does not fill is everybody's.
 """
 
-from collections import Counter, deque
+import heapq
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
 from itertools import islice
 
 from headrace.cache.base import CacheObserver, Insertion, Lease, Parted, PrefixMatch
@@ -17,9 +22,10 @@ TOKEN_BYTES = 4
 
 
 class _Node(Lease):
-    """A node with the tokens and pages of the edge that leads to it. As a `Lease` it pins itself and its ancestors. owner: of its namespace."""
+    """A node with the tokens and pages of the edge that leads to it. As a `Lease` it pins itself and its ancestors. owner: of its namespace.
+    released_at: the number of its last release, over all nodes."""
 
-    __slots__ = ("children", "is_taken", "key", "leases", "newer", "older", "owner", "pages", "parent")
+    __slots__ = ("children", "is_taken", "key", "leases", "newer", "older", "owner", "pages", "parent", "released_at")
 
     def __init__(self, key: bytes, pages: list[int], parent: "_Node | None") -> None:
         self.key = key
@@ -29,6 +35,7 @@ class _Node(Lease):
         self.children: Parted[bytes, _Node] = Parted()
         self.leases = 0
         self.is_taken = False  # by `take_oldest`
+        self.released_at = 0
         self.older: _Node | None = None  # neighbours in `_Released`
         self.newer: _Node | None = None
 
@@ -43,7 +50,7 @@ class _Root(_Node):
 
 
 class _Released:
-    """Nodes without leases, by when the last one was released.
+    """Nodes of one owner without leases, by when the last one was released.
 
     Whoever releases a node releases its ancestors after it, so the oldest is a leaf: it is evicted first. A linked list: an `OrderedDict` takes
     milliseconds when it grows.
@@ -95,6 +102,9 @@ class _Memory:
         return next((age[key] for age in reversed(self._ages) if key in age), None)
 
 
+LATELY = 16
+"""Who used the cache before all its pages were replaced so many times has no share of it any more."""
+
 _REMEMBERED, _AGES = 1 << 14, 1 << 3
 _MOST_COMPARED = 64
 """Children of a node whose text is compared, and namespaces that are looked into, to explain a miss."""
@@ -110,12 +120,17 @@ class RadixCache:
         self._observer = observer
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: Parted[str, _Root] = Parted()
-        self._released = _Released()
+        self._released: defaultdict[str | None, _Released] = defaultdict(_Released)
+        self._num_released = 0
         self._memory = _Memory()
         self._num_nodes = 0
         self._evictable = 0
         self._leased = 0
         self._pages_of: Counter[str | None] = Counter()
+        self._num_inserted = 0  # pages, ever
+        self._used_at: dict[
+            str | None, int
+        ] = {}  # of each owner with pages: `_num_inserted` when it used the cache last
 
     @property
     def num_evictable_pages(self) -> int:
@@ -168,6 +183,7 @@ class RadixCache:
             node.children[leaf.key[: self._page_bytes]] = leaf
             self._evictable += len(taken)
             self._pages_of[leaf.owner] += len(taken)
+            self._num_inserted += len(taken)
             self._num_nodes += 1
             if self._observer is not None:
                 self._observer.stored(leaf.key, taken, node.pages[-1] if node.pages else None, namespace)
@@ -187,13 +203,15 @@ class RadixCache:
                 self._leased -= len(node.pages)
                 self._evictable += len(node.pages)
                 if node.parent is not None:
-                    self._released.add(node)
+                    self._num_released += 1
+                    node.released_at = self._num_released
+                    self._released[node.owner].add(node)
             node = node.parent
 
     def evict(self, num_pages: int) -> list[int]:
         freed: list[int] = []
-        while len(freed) < num_pages and (node := self._released.oldest) is not None:
-            self._released.discard(node)
+        for node in self._by_turns() if num_pages > 0 else ():
+            self._released[node.owner].discard(node)
             parent = node.parent
             assert parent is not None, "it is in the tree"
             assert not node.children, "children are released before it"
@@ -206,19 +224,23 @@ class RadixCache:
             if isinstance(parent, _Root) and not parent.children:
                 del self._roots[parent.namespace]
                 if not self._pages_of[node.owner]:
-                    del self._pages_of[node.owner]
+                    for by_owner in (self._pages_of, self._used_at, self._released):
+                        del by_owner[node.owner]
+            if len(freed) >= num_pages:
+                break
         if self._observer is not None and freed:
             self._observer.removed(freed)
         return freed
 
     def take_oldest(self, num_pages: int) -> list[tuple[bytes, str]]:
         taken: list[tuple[bytes, str]] = []
-        node, num_seen = self._released.oldest, 0
-        while node is not None and num_seen < num_pages:
+        num_seen = 0
+        for node in self._by_turns() if num_pages > 0 else ():
             num_seen += len(node.pages)
             if not node.is_taken:
                 taken.append(self._take(node))
-            node = node.newer
+            if num_seen >= num_pages:
+                break
         if num_pages >= self._evictable + self._leased:
             taken += [self._take(node) for node in self._nodes() if not (node.children or node.is_taken)]
         return taken
@@ -227,10 +249,10 @@ class RadixCache:
         assert self._leased == 0, f"{self._leased} pages are still leased"
         freed = [page for node in self._nodes() for page in node.pages]
         self._roots.clear()
-        self._released = _Released()
         self._num_nodes = 0
         self._evictable = 0
-        self._pages_of.clear()
+        for by_owner in (self._pages_of, self._used_at, self._released):
+            by_owner.clear()
         self._memory.flushed(why)
         if self._observer is not None:
             self._observer.cleared()
@@ -279,6 +301,28 @@ class RadixCache:
         )
 
     # -- inside
+
+    def _by_turns(self) -> Iterator[_Node]:
+        """Those without leases in the order in which they are evicted. The last one that it gave may be taken out of the tree."""
+        num_pages = self._evictable + self._leased
+        lately = {owner for owner, at in self._used_at.items() if self._num_inserted - at < LATELY * num_pages}
+        share = num_pages / max(1, len(lately))
+        left = dict(self._pages_of)
+        above: list[tuple[int, _Node]] = []
+        others: list[tuple[int, _Node]] = []
+        node: _Node | None
+        for released in self._released.values():
+            if (node := released.oldest) is not None:
+                is_above = node.owner not in lately or left[node.owner] > share
+                heapq.heappush(above if is_above else others, (node.released_at, node))
+        while above or others:
+            _, first = heapq.heappop(above or others)
+            node = first.newer
+            left[first.owner] -= len(first.pages)
+            yield first
+            if node is not None:
+                is_above = node.owner not in lately or left[node.owner] > share
+                heapq.heappush(above if is_above else others, (node.released_at, node))
 
     def _going_on(self, tokens: bytes, namespace: str, place: int) -> list[bytes]:
         """The pages with which the tree goes on after tokens[:place], some of them."""
@@ -353,11 +397,12 @@ class RadixCache:
 
     def _pin(self, lease: _Node) -> None:
         node: _Node | None = lease
+        self._used_at[lease.owner] = self._num_inserted
         while node is not None:
             if node.leases == 0:
                 self._leased += len(node.pages)
                 self._evictable -= len(node.pages)
-                self._released.discard(node)
+                self._released[node.owner].discard(node)
             node.leases += 1
             node = node.parent
 
