@@ -205,7 +205,7 @@ def test_nothing_holds_the_weights_of_a_draft_model_that_were_released(
         del tensors
         assert all(weight() is not None for weight in weights)
         assert engine.release_memory_occupation(["weights"])[0]
-        for _ in range(200):  # the thread that has answered lets go a moment later; each look asks it
+        for _ in range(20_000):  # the thread that has answered lets go a moment later; each look asks it
             engine.internal_state()
             left = [weight for weight in weights if weight() is not None]
             if not left:
