@@ -4,7 +4,8 @@ Read first: launch.py (the composition root: puts an engine together from its pa
 signals to exit code), launch_server.py (`python -m headrace.launch_server`).
 
 - Base: errors.py (one error tree), log.py (one logger), plain_types.py (words for types), media_kinds.py (what differs by kind of
-  media), cgroup.py (limits of control groups), version.py, garbage.py (garbage collection, returning free memory)
+  media), turns.py (who is next where work waits), cgroup.py (limits of control groups), version.py, garbage.py (garbage
+  collection, returning free memory)
 """
 
 from typing import TYPE_CHECKING, Any

@@ -13,6 +13,7 @@ from headrace.text.batch_tokenizer import (
     LONG_CHARACTERS,
     AsyncDynamicBatchTokenizer,
 )
+from headrace.turns import work_for
 
 CONTEXT = 1 << 20
 
@@ -85,6 +86,25 @@ async def test_short_texts_do_not_wait_behind_a_long_one(held):
 
     assert await batcher.encode("short") == [list(b"short")]
     await long
+
+
+async def test_the_texts_of_one_do_not_keep_those_of_another_from_the_next_batch(held):
+    tokenizer, batcher = held
+
+    async def encode(tenant, text):
+        work_for(tenant)
+        return await batcher.encode(text)
+
+    first = asyncio.create_task(encode("a", medium("first")))
+    await turns()
+    many = [asyncio.create_task(encode("a", "x" * (LONG_CHARACTERS // 4))) for _ in range(20)]
+    other = asyncio.create_task(encode("b", "Hi"))
+    await turns()
+    tokenizer.released.set()
+    await asyncio.gather(first, other, *many)
+
+    assert "Hi" in tokenizer.batches[1]
+    assert [len(batch) for batch in tokenizer.batches] == [1, 4, 4, 4, 4, 4, 1]
 
 
 async def test_a_bad_text_fails_its_own_waiter_only(held):

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -10,17 +9,17 @@ from fake_frontend import FakeFrontend, served_model
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, RequestError
-from headrace.server import context as context_module
 from headrace.server.context import ServerStatus, ServingContext
+from headrace.turns import Turns
 
 
 @pytest.fixture
 def context():
-    frontend = FakeFrontend()
-    with ThreadPoolExecutor(max_workers=1) as threads:
-        yield ServingContext(
-            cast(Any, frontend), served_model(frontend.tokenizer), ServerArgs(), ServerStatus(), text_threads=threads
-        )
+    frontend, threads = FakeFrontend(), Turns(1, "text", work_limit_s=10.0)
+    yield ServingContext(
+        cast(Any, frontend), served_model(frontend.tokenizer), ServerArgs(), ServerStatus(), text_threads=threads
+    )
+    threads.close()
 
 
 @pytest.fixture
@@ -30,39 +29,27 @@ def gate():
     gate.set()
 
 
-async def test_a_request_that_finds_no_free_thread_is_asked_to_come_back(monkeypatch, context, gate):
-    monkeypatch.setattr(context_module, "TEXT_WAIT_LIMIT_S", 0.01)
+async def test_a_request_that_finds_no_free_thread_is_asked_to_come_back(context, gate):
     ran = []
     begun = threading.Event()
-    busy = context.text_threads.submit(lambda: (begun.set(), gate.wait()))
-    assert begun.wait(10)
+    busy = asyncio.ensure_future(context.in_text_thread(lambda: (begun.set(), gate.wait())))
+    assert await asyncio.to_thread(begun.wait, 10)
 
+    context.text_threads.wait_limit_s = 0.01
     with pytest.raises(CapacityError) as refused:
         await context.in_text_thread(lambda: ran.append(1))
     gate.set()
-    busy.result(10)
-    context.text_threads.submit(lambda: None).result(10)
+    await busy
+    context.text_threads.wait_limit_s = 10.0
+    await context.in_text_thread(lambda: None)
 
     assert (refused.value.status_code, refused.value.retry_after_s) == (503, 1.0)
     assert ran == [], "what was refused is not computed afterwards"
 
 
-async def test_the_wait_for_a_thread_does_not_count_as_work(monkeypatch, context, gate):
-    monkeypatch.setattr(context_module, "TEXT_WORK_LIMIT_S", 0.0)
-    begun = threading.Event()
-    context.text_threads.submit(lambda: (begun.set(), gate.wait()))
-    assert begun.wait(10)
-    waiting = asyncio.ensure_future(context.in_text_thread(lambda: "done"))
-    await asyncio.sleep(0)
-    # The limit is read when the work begins: one that was running already would be the spent one.
-    monkeypatch.setattr(context_module, "TEXT_WORK_LIMIT_S", 10.0)
-    gate.set()
-
-    assert await waiting == "done"
-
-
-async def test_work_that_takes_too_long_is_the_requests_fault(monkeypatch, context, gate):
-    monkeypatch.setattr(context_module, "TEXT_WORK_LIMIT_S", 0.01)
+async def test_work_that_takes_too_long_is_the_requests_fault(context, gate):
+    """Its wait for a thread does not count."""
+    context.text_threads.wait_limit_s = context.text_threads.work_limit_s = 0.01
 
     with pytest.raises(RequestError, match=r"took longer than 0\.01 s"):
         await context.in_text_thread(gate.wait)

@@ -42,7 +42,7 @@ class EngineChat:
         self._program = Program(context)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False)
+        self._threads.close()
 
     async def whole(self, fields: dict[str, Any]) -> ChatReply:
         """The reply to a chat completion with these fields. Raises RequestError, CapacityError, ExecutionError."""

@@ -32,6 +32,7 @@ from headrace.messages.front import (
     FrontTaken,
 )
 from headrace.messages.operations import fault_of
+from headrace.turns import note_size, work_for
 
 
 class WireCaller(msgspec.Struct, frozen=True):
@@ -199,6 +200,10 @@ class FrontDoor:
             if method is None:
                 raise RequestError(f"the front end has no method {message.method!r:.40}")
             arguments = self._arguments(method, message.arguments)
+            for caller in arguments.values():
+                if isinstance(caller, Caller):
+                    work_for(caller.turn, caller.tenant.limits.weight if caller.tenant is not None else 1.0)
+            note_size(len(message.arguments))
             bound = operator.attrgetter(message.method)(self.frontend)
             if method.streams:
                 await self._stream(worker, call, message.id, bound(**arguments))

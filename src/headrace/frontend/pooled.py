@@ -4,7 +4,6 @@ Owns the shape of such a call, and the checks that need the number of tokens; `p
 Large calls are split in a thread.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -29,6 +28,7 @@ from headrace.messages.control import ReadyInfo
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import EmbeddingReqInput, PoolTask, PromptContent, Room, TokenizedGenerateReqInput
 from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
+from headrace.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +178,12 @@ class PooledTokenizer:
         ready: ReadyInfo,
         pooling: PoolingConfig,
         tokenizer: AsyncDynamicBatchTokenizer,
+        checks: Turns,
         request_log: RequestLog,
     ) -> None:
         self._pooling = pooling
         self._tokenizer = tokenizer
+        self._checks = checks
         self._request_log = request_log
         self._cuts_dimensions = pooling.matryoshka or args.allow_dimensions
         self._most_tokens = min(ready.context_length, ready.max_total_tokens)
@@ -192,7 +194,7 @@ class PooledTokenizer:
         arguments = obj, limits, self._pooling, self._cuts_dimensions
         if not is_large(obj):
             return split_pooled_call(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(None, split_pooled_call, *arguments)
+        return await self._checks.run(lambda: split_pooled_call(*arguments))
 
     async def tokenize(
         self, call: Call[PooledPrompt], obj: EmbeddingReqInput, state: CallState

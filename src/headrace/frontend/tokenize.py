@@ -4,7 +4,6 @@ Owns the tokenizing threads, the checks that need the number of tokens, and the 
 thread.
 """
 
-import asyncio
 import dataclasses
 import itertools
 import random
@@ -48,6 +47,7 @@ from headrace.messages.requests import (
 from headrace.sampling.params import MAX_SEED, GenerationDefaults, ResolvedSamplingParams
 from headrace.text.batch_tokenizer import AsyncDynamicBatchTokenizer
 from headrace.text.tokenizers import RenderedPrompt, Tokenizer
+from headrace.turns import Turns
 
 log = get_logger(__name__)
 
@@ -89,8 +89,9 @@ class PromptTokenizer:
         )
         # Requests without a seed get different ones, which are the same again after a restart of the server.
         self._seeds = random.Random(self.args.random_seed)
+        self._checks = Turns(2, "check")
         self._pooled = (
-            PooledTokenizer(self.args, self.ready, self.pooling, self._batch_tokenizer, self.request_log)
+            PooledTokenizer(self.args, self.ready, self.pooling, self._batch_tokenizer, self._checks, self.request_log)
             if self.pooling is not None
             else None
         )
@@ -113,7 +114,7 @@ class PromptTokenizer:
             raise RequestError(f"this model does not generate text: it makes {made}", code=WRONG_KIND)
         if not is_large(obj):
             return split_call(obj, self.limits)
-        return await asyncio.get_running_loop().run_in_executor(None, split_call, obj, self.limits)
+        return await self._checks.run(lambda: split_call(obj, self.limits))
 
     async def tokenize(
         self, call: AnyCall, obj: CallInput, state: CallState, default_max_new_tokens: int, in_chat: bool = False
@@ -188,6 +189,7 @@ class PromptTokenizer:
 
     def close(self) -> None:
         self._batch_tokenizer.close()
+        self._checks.close()
         self.media.close()
 
     async def _bad_word_ids(self, words: list[str]) -> list[list[int]]:

@@ -102,7 +102,7 @@ def _lifespan(context: ServingContext, warmups: list[str]) -> Lifespan[FastAPI]:
             yield
         finally:
             context.status.started = False
-            context.text_threads.shutdown(wait=False, cancel_futures=True)
+            context.text_threads.close()
             context.bodies.close()
 
     return lifespan

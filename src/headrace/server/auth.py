@@ -25,6 +25,7 @@ from headrace.plain_types import plain_reason
 from headrace.server.address import turn_address
 from headrace.server.http import ASGIApp, Receive, Scope, Send
 from headrace.server.middleware import HttpMiddleware, RouteNames
+from headrace.turns import work_for
 
 log = get_logger(__name__)
 
@@ -71,7 +72,9 @@ class AuthMiddleware(HttpMiddleware):
         scope["headrace.is_admin"] = is_admin
         scope["headrace.tenant"] = tenant
         is_operator = is_admin and self.admin_key is not None
-        scope["headrace.address"] = "" if tenant is not None or is_operator else turn_address(scope, self.proxies)
+        address = "" if tenant is not None or is_operator else turn_address(scope, self.proxies)
+        scope["headrace.address"] = address
+        work_for(*(tenant.name, tenant.limits.weight) if tenant is not None else (address, 1.0))
         await self.app(scope, receive, send)
 
     def _is_user(self, key: bytes | None) -> bool:

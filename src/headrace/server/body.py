@@ -5,11 +5,9 @@ counted first, piece by piece, in the same thread that then decodes it (small bo
 millions of numbers, are read row by row. Owns these limits and the limit on bytes of bodies in memory. Does not know what a body means.
 """
 
-import asyncio
 import base64
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,6 +19,7 @@ from headrace.garbage import give_back_free_memory
 from headrace.messages.bodies import as_meant, field_error
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS
+from headrace.turns import Turns
 
 T = TypeVar("T")
 
@@ -204,7 +203,7 @@ class Bodies:
         self._closed = False
         self._max_bytes = BODIES_AT_ONCE * max_body_bytes
         # One thread: two that decode would block the event loop for twice as long.
-        self._thread = ThreadPoolExecutor(1, "headrace-body")
+        self._thread = Turns(1, "headrace-body", seconds_per_byte=1e-8)
 
     def take(self, num_bytes: int) -> None:
         """Count `num_bytes` more in memory. Raises CapacityError when they exceed the limit."""
@@ -224,7 +223,8 @@ class Bodies:
         """The parts joined into one, in the thread, since tens of megabytes take milliseconds. Empties `parts`."""
         if len(parts) == 1:
             return parts[0]
-        if sum(map(len, parts)) <= _PIECE_BYTES:
+        num_bytes = sum(map(len, parts))
+        if num_bytes <= _PIECE_BYTES:
             return b"".join(parts)
 
         def work() -> bytes:
@@ -232,7 +232,7 @@ class Bodies:
             parts.clear()
             return body
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await self._thread.run(work, num_bytes)
 
     async def decode(self, body: bytes, decode: Callable[[bytes], T], shorten: Callable[[bytes], bytes] | None) -> T:
         """`decode(body)`, in the thread unless the body is small.
@@ -247,12 +247,12 @@ class Bodies:
             count_body(short).check()
             return decode(short)
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await self._thread.run(work, len(body))
 
     def close(self) -> None:
         """Stop the thread. Idempotent."""
         self._closed = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
 
 _NAME = "input_embeds"

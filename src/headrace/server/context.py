@@ -3,17 +3,15 @@
 Runs in the event loop that serves HTTP.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs, spellings
-from headrace.errors import CapacityError, ContextLengthError, NotFoundError, RequestError
+from headrace.errors import ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.prompts import refuse_text
 from headrace.frontend.tenants import Caller
 from headrace.media_kinds import MediaKind, MediaRefs
@@ -24,13 +22,14 @@ from headrace.server.body import Bodies
 from headrace.server.request_frontend import RequestFrontend
 from headrace.text.chat_templates import ChatTemplate
 from headrace.text.tokenizers import Tokenizer
+from headrace.turns import Turns
 
 T = TypeVar("T")
 TEXT_WORK_LIMIT_S = 10.0
 """Time limit for rendering and tokenizing one request in a thread; after it the request is refused."""
 
 TEXT_WAIT_LIMIT_S = 10.0
-"""Time limit of waiting for a free thread; after it the request gets a 503."""
+"""Time limit of waiting for a turn; after it the request gets a 503."""
 
 DEFAULT_MODEL = "default"
 """The name by which SGLang's clients request whatever model is served."""
@@ -104,17 +103,19 @@ class Asker(Protocol):
     def context(self) -> "ServingContext": ...
 
 
+def _text_threads() -> Turns:
+    return Turns(3, "headrace-text", wait_limit_s=TEXT_WAIT_LIMIT_S, work_limit_s=TEXT_WORK_LIMIT_S)
+
+
 @dataclass(slots=True)
 class ServingContext:
-    """Shared by all handlers."""
+    """Shared by all handlers. text_threads: two for long prompts, and one more for short ones."""
 
     frontend: RequestFrontend
     model: ServedModel
     args: ServerArgs
     status: ServerStatus
-    text_threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(max_workers=2, thread_name_prefix="headrace-text")
-    )
+    text_threads: Turns = field(default_factory=_text_threads)
     bodies: Bodies = field(init=False)
 
     def __post_init__(self) -> None:
@@ -212,32 +213,11 @@ class ServingContext:
                 raise ContextLengthError.of_prompt(param, self.model.context_length, count)
 
     async def in_text_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` (rendering, tokenizing) off the event loop.
+        """Run `work` (rendering, tokenizing) off the event loop, when it is the turn of whose request it is.
 
-        Raises CapacityError when no thread is free within `TEXT_WAIT_LIMIT_S`, RequestError when the work itself takes longer
-        than `TEXT_WORK_LIMIT_S`.
+        Raises CapacityError when that is not within `TEXT_WAIT_LIMIT_S`, RequestError when the work itself takes longer than `TEXT_WORK_LIMIT_S`.
         """
-        loop = asyncio.get_running_loop()
-        begun = asyncio.Event()
-
-        def run() -> T:
-            loop.call_soon_threadsafe(begun.set)
-            return work()
-
-        future = self.text_threads.submit(run)
-        try:
-            await asyncio.wait_for(begun.wait(), TEXT_WAIT_LIMIT_S)
-        except TimeoutError:
-            raise CapacityError(
-                f"the prompt waited {TEXT_WAIT_LIMIT_S:g} s to be tokenized: there are too many long prompts at once"
-            ) from None
-        finally:
-            if not begun.is_set():
-                future.cancel()
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), TEXT_WORK_LIMIT_S)
-        except TimeoutError:
-            raise RequestError(f"tokenizing the prompt took longer than {TEXT_WORK_LIMIT_S:g} s") from None
+        return await self.text_threads.run(work)
 
 
 @dataclass(frozen=True, slots=True)

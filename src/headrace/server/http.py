@@ -24,6 +24,7 @@ from headrace.messages.operations import Nothing
 from headrace.server.body import Prepare, decode_json
 from headrace.server.context import ServingContext
 from headrace.server.error_forms import ApiError, form_of
+from headrace.turns import note_size
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -222,6 +223,7 @@ class Exchange:
                 self._num_held += len(part)
             parts.append(part)
             if not message.get("more_body", False):
+                note_size(size)
                 return await self.context.bodies.join(parts)
 
     def forget_body(self) -> None:

@@ -1,27 +1,28 @@
 """Tokenizes texts without blocking the event loop.
 
-Owns the two threads that tokenize, and chooses one for each text. Does not own the tokenizer. Used by the tokenizer
-manager, from its event loop only.
+Owns the threads that tokenize, in which tenants take turns (`headrace.turns`). Does not own the tokenizer. Used by the tokenizer manager, from its
+event loop only.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextvars import Context
 from typing import Literal, TypeVar
 
-from headrace.errors import CapacityError, ContextLengthError, RequestError
+from headrace.errors import ContextLengthError, RequestError
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import PromptContent
 from headrace.text.tokenizers import Tokenizer
+from headrace.turns import Turns, asking
 
-T = TypeVar("T")
 S = TypeVar("S", str, str | tuple[str, str])
 
 INLINE_CHARACTERS = 1024
 """A single text up to this length is tokenized in the event loop: that is faster than waking a thread."""
 
 LONG_CHARACTERS = 16 * 1024
-"""Longer texts go to a separate thread, so that short ones do not wait behind them."""
+"""Longer texts take turns with other work, and shorter ones are tokenized together, at most so many characters at a time."""
 
 BATCH_CHARACTERS = 1 << 20
 """Texts of a list are tokenized in batches of at most this many characters: the library temporarily needs a few hundred bytes per token."""
@@ -49,9 +50,9 @@ def refuse_too_long(tokenizer: Tokenizer, text: str, context_length: int, param:
 
 
 class AsyncDynamicBatchTokenizer:
-    """Tokenizes in batches: texts that arrive while a batch is being tokenized form the next batch.
+    """Tokenizes in batches: texts that arrive while a batch is being tokenized form the next batches, in each of which tenants take turns.
 
-    Long texts have a thread of their own. Cancelling a waiter does not disturb the others.
+    Long texts never have both threads. Cancelling a waiter does not disturb the others.
     """
 
     def __init__(self, tokenizer: Tokenizer, context_length: int, cuts: bool = False) -> None:
@@ -59,9 +60,8 @@ class AsyncDynamicBatchTokenizer:
         self._cuts = cuts
         self._tokenizer = tokenizer
         self._context_length = context_length
-        self._short = ThreadPoolExecutor(1, "tokenize")
-        self._long = ThreadPoolExecutor(1, "tokenize-long")
-        self._queue: list[tuple[str, asyncio.Future[list[int]]]] = []
+        self._turns = Turns(2, "tokenize")
+        self._queue: dict[str, deque[_Waiting]] = {}
         self._running: asyncio.Task[None] | None = None
 
     async def encode(self, texts: str | Sequence[str] | Sequence[Sequence[str]]) -> list[list[int]]:
@@ -75,8 +75,7 @@ class AsyncDynamicBatchTokenizer:
             raise RequestError("a prompt is a string, a list of strings, or a list of pairs of strings", "text")
         if len(batch) == 1:
             return [await self._encode_one(batch[0])]
-        long = sum(map(len, batch)) > LONG_CHARACTERS
-        return await self._encode_in(self._long if long else self._short, batch)
+        return await self._encode_in_turn(batch)
 
     async def encode_whole(
         self, texts: Sequence[str | tuple[str, str]], most_tokens: int | None, side: Literal["right", "left"]
@@ -85,41 +84,56 @@ class AsyncDynamicBatchTokenizer:
         num_characters = sum(map(_num_characters, texts))
         if num_characters <= INLINE_CHARACTERS:
             return self._encode_whole(texts, most_tokens, side)
-        thread = self._long if num_characters > LONG_CHARACTERS else self._short
-        return await self._in_thread(thread, lambda: self._encode_whole(texts, most_tokens, side))
+        return await self._turns.run(lambda: self._encode_whole(texts, most_tokens, side), num_characters)
 
     async def encode_words(self, words: Sequence[str], allow_special: bool = False) -> list[list[int]]:
         """Token ids of each word, and nothing around it. allow_special: the texts of special tokens mean these tokens."""
-        thread = self._long if sum(map(len, words)) > LONG_CHARACTERS else self._short
-        return await asyncio.get_running_loop().run_in_executor(
-            thread, self._tokenizer.encode_batch, words, False, allow_special
+        return await self._turns.run(
+            lambda: self._tokenizer.encode_batch(words, False, allow_special), sum(map(len, words))
         )
 
     def close(self) -> None:
         """Stop the threads; waiting texts are given up. Idempotent."""
         if self._running is not None:
             self._running.cancel()
-        self._short.shutdown(wait=False, cancel_futures=True)
-        self._long.shutdown(wait=False, cancel_futures=True)
+        self._turns.close()
 
     async def _encode_one(self, text: str) -> list[int]:
         if len(text) > LONG_CHARACTERS:
-            return (await self._encode_in(self._long, [text]))[0]
+            return (await self._encode_in_turn([text]))[0]
         if len(text) <= INLINE_CHARACTERS and self._running is None:
             return self._encode([text])[0]
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        self._queue.append((text, future))
+        self._queue.setdefault(asking().tenant, deque()).append((text, future))
         if self._running is None:
-            self._running = asyncio.create_task(self._run_batches())
+            # Batches are nobody's: a context of their own has no tenant.
+            self._running = asyncio.get_running_loop().create_task(self._run_batches(), context=Context())
         return await future
 
+    def _next_batch(self) -> "list[_Waiting]":
+        """Texts whose waiters are still there, tenants in turn, one text each."""
+        batch: list[_Waiting] = []
+        num_characters = 0
+        while self._queue:
+            tenant, own = next(iter(self._queue.items()))
+            text, future = own[0]
+            if batch and num_characters + len(text) > LONG_CHARACTERS:
+                break
+            own.popleft()
+            if not future.done():
+                batch.append((text, future))
+                num_characters += len(text)
+            del self._queue[tenant]
+            if own:
+                self._queue[tenant] = own
+        return batch
+
     async def _run_batches(self) -> None:
-        batch: list[tuple[str, asyncio.Future[list[int]]]] = []
+        batch: list[_Waiting] = []
         try:
-            while self._queue:
-                batch, self._queue = self._queue, []
+            while batch := self._next_batch():
                 try:
-                    ids = await self._encode_in(self._short, [text for text, _ in batch])
+                    ids = await self._encode_in_turn([text for text, _ in batch], is_small=True)
                 except Exception as error:
                     # It is not known which text is at fault, so each is tried alone, and each waiter gets an answer.
                     await self._one_by_one(batch, error)
@@ -129,11 +143,11 @@ class AsyncDynamicBatchTokenizer:
                         future.set_result(item)
         finally:
             self._running = None
-            for _, future in batch + self._queue:
+            for _, future in (*batch, *(waiting for own in self._queue.values() for waiting in own)):
                 future.cancel()
-            self._queue = []
+            self._queue = {}
 
-    async def _one_by_one(self, batch: list[tuple[str, "asyncio.Future[list[int]]"]], error: Exception) -> None:
+    async def _one_by_one(self, batch: "list[_Waiting]", error: Exception) -> None:
         for text, future in batch:
             if future.done():
                 continue
@@ -141,7 +155,7 @@ class AsyncDynamicBatchTokenizer:
                 future.set_exception(error)
                 continue
             try:
-                future.set_result((await self._encode_in(self._short, [text]))[0])
+                future.set_result((await self._encode_in_turn([text], is_small=True))[0])
             except Exception as own_error:
                 future.set_exception(own_error)
 
@@ -180,16 +194,11 @@ class AsyncDynamicBatchTokenizer:
         first, *second = (part[:most] if side == "right" else part[-most:] for part in parts)
         return (first, second[0]) if second else first
 
-    async def _encode_in(self, pool: ThreadPoolExecutor, texts: list[str]) -> list[list[int]]:
-        return await self._in_thread(pool, lambda: self._encode(texts))
+    async def _encode_in_turn(self, texts: list[str], is_small: bool = False) -> list[list[int]]:
+        return await self._turns.run(lambda: self._encode(texts), sum(map(len, texts)), is_small)
 
-    async def _in_thread(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(pool, work)
-        except RuntimeError as error:
-            if "shutdown" in str(error):
-                raise CapacityError("the server is stopping") from error
-            raise
+
+_Waiting = tuple[str, "asyncio.Future[list[int]]"]
 
 
 def _num_characters(text: str | tuple[str, str]) -> int:

@@ -1,0 +1,317 @@
+"""Turns and shares: who is next where work waits, and how much one may hold of what cannot be taken back.
+
+A tenant is a name for turns alone (`frontend.tenants.Caller.turn`): nothing is owned by it. The empty one is the operator and the server itself,
+which are outside all shares. Owns the threads in which the work of requests takes turns. Does not know what the work is.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from headrace.errors import CapacityError, RequestError
+
+T = TypeVar("T")
+
+OWN_PER_FREE = 4
+"""A tenant that is alone may hold four fifths."""
+
+SMALL_S = 0.02
+"""Work that is expected to take longer is large."""
+
+LONGEST_RETRY_S = 120.0
+MAX_TENANTS = 10_000
+LEAST_BYTES = 1024
+"""Work of fewer bytes takes as long as of so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Whose request a task works for. weight: its share beside others. num_bytes: of the request's body."""
+
+    tenant: str = ""
+    weight: float = 1.0
+    num_bytes: int = 0
+
+
+_NOBODY = Asked()
+_ASKED = ContextVar("asked", default=_NOBODY)
+
+
+def work_for(tenant: str, weight: float = 1.0) -> None:
+    """What the running task and its children do from now on is a tenant's."""
+    _ASKED.set(Asked(tenant, weight))
+
+
+def note_size(num_bytes: int) -> None:
+    """The body of the running task's request has so many bytes."""
+    _ASKED.set(replace(_ASKED.get(), num_bytes=num_bytes))
+
+
+def asking() -> Asked:
+    """Whose request the running task works for."""
+    return _ASKED.get()
+
+
+@dataclass(slots=True)
+class Shares:
+    """What is held until its holder gives it back. most: of all tenants. always: an item of at most so much is never refused.
+
+    A tenant may hold at most `OWN_PER_FREE` times what is free, so that there is always room for another: the dynamic threshold of A. K. Choudhury
+    and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
+    """
+
+    most: int
+    always: int = 0
+    held: int = 0
+    _own: dict[str, int] = field(default_factory=dict)
+
+    def take(self, tenant: str, amount: int, of_item: int = 0) -> bool:
+        """Hold `amount` more, for an item of which `of_item` is held already. False if that is above the tenant's share; then nothing changes."""
+        own, left = self._own.get(tenant, 0), self.most - self.held - amount
+        is_free = of_item + amount <= self.always
+        if not is_free and (left < 0 or (tenant and own + amount > OWN_PER_FREE * left)):
+            return False
+        self.held += amount
+        self._own[tenant] = own + amount
+        return True
+
+    def give_back(self, tenant: str, amount: int) -> None:
+        self.held -= amount
+        own = self._own.pop(tenant, 0) - amount
+        if own > 0:
+            self._own[tenant] = own
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    function: Callable[[], Any]
+    asked: Asked
+    num_bytes: int
+    cost_s: float
+    is_large: bool
+    future: "asyncio.Future[Any]"
+    begun_s: float | None = None
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def flow(self) -> tuple[str, bool]:
+        return self.asked.tenant, self.is_large
+
+
+@dataclass(slots=True, eq=False)
+class _Flow:
+    """The small or the large work of a tenant that waits, in order."""
+
+    is_large: bool
+    used_s: float
+    works: dict[_Work, None] = field(default_factory=dict)
+
+
+class Turns:
+    """Threads in which tenants take turns by the time that their work has taken.
+
+    Deficit round robin over the tenants (M. Shreedhar and G. Varghese, "Efficient fair queuing using deficit round robin", 1995), small and large
+    work of a tenant apart. What work costs is known only when it is done, so a tenant pays afterwards: it is charged an estimate, by bytes and by
+    what its bytes have cost before, which the measured time replaces; one in debt waits until every other that waits has been given as much. The
+    rounds in which nobody is out of debt are skipped. Idle time earns no credit. Of several threads one is left for small work; in a single thread
+    small work goes first, as far as rounds allow. Work of a request that has gone does not begin. Used from event loops.
+    """
+
+    def __init__(
+        self,
+        num_threads: int,
+        name: str,
+        *,
+        seconds_per_byte: float = 1e-6,
+        wait_limit_s: float = 60.0,
+        work_limit_s: float | None = None,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """seconds_per_byte: usual cost of work. wait_limit_s: work that has not begun by then is refused. work_limit_s: of its time, after which its
+        request is refused; the thread goes on. clock: measures work, within its thread."""
+        self.wait_limit_s = wait_limit_s
+        self.work_limit_s = work_limit_s
+        self._pool = ThreadPoolExecutor(num_threads, name)
+        self._num_threads = num_threads
+        self._most_large = max(1, num_threads - 1)
+        self._seconds_per_byte = seconds_per_byte
+        self._clock = clock
+        self._lock = threading.Lock()
+        # Guarded by the lock: flows that wait, in the order of their turns; seconds that tenants have used; seconds given to each in all rounds.
+        self._waiting: dict[tuple[str, bool], _Flow] = {}
+        self._used_s: dict[tuple[str, bool], float] = {}
+        self._round_s = 0.0
+        self._paces: dict[str, float] = {}
+        self._num_serving = 0
+        self._num_large = 0
+        self._closed = False
+
+    async def run(self, function: Callable[[], T], num_bytes: int | None = None, is_small: bool = False) -> T:
+        """`function()` in a thread when it is its tenant's turn, which is that of the running task's request (`work_for`).
+
+        num_bytes: what it works on; None = the body of the request. is_small: it counts as small in any case. Raises CapacityError (503) when it has
+        waited too long, or the server stops; RequestError when it takes too long; and what it raises itself.
+        """
+        asked, loop = asking(), asyncio.get_running_loop()
+        size = max(LEAST_BYTES, asked.num_bytes if num_bytes is None else num_bytes)
+        cost_s = size * self._paces.get(asked.tenant, self._seconds_per_byte)
+        work = _Work(function, asked, size, cost_s, not is_small and cost_s > SMALL_S, loop.create_future())
+        work.timer = loop.call_later(self.wait_limit_s, self._late, work)
+        try:
+            self._add(work)
+            result: T = await work.future
+            return result
+        finally:
+            work.timer.cancel()
+            with self._lock:
+                self._remove(work)
+
+    def submit(self, function: Callable[[], None]) -> None:
+        """Run something of the server's own when a thread is free."""
+        self._pool.submit(function)
+
+    def close(self) -> None:
+        """Stop the threads; waiting work is given up. Idempotent."""
+        with self._lock:
+            self._closed = True
+            waiting = [work for flow in self._waiting.values() for work in flow.works]
+            self._waiting.clear()
+        for work in waiting:
+            _settle(work, None, _stopping())
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _add(self, work: _Work) -> None:
+        with self._lock:
+            if self._closed:
+                raise _stopping()
+            flow = self._waiting.get(work.flow)
+            if flow is None:
+                used_s = max(self._round_s, self._used_s.get(work.flow, 0.0))
+                flow = self._waiting[work.flow] = _Flow(work.flow[1], used_s)
+            flow.works[work] = None
+            if self._num_serving < self._num_threads:
+                self._num_serving += 1
+                self._pool.submit(self._serve)
+
+    def _remove(self, work: _Work) -> bool:
+        """Whether it was waiting."""
+        flow = self._waiting.get(work.flow)
+        if flow is None or work not in flow.works:
+            return False
+        del flow.works[work]
+        if not flow.works:
+            del self._waiting[work.flow]
+        return True
+
+    def _serve(self) -> None:
+        """Do what is next until nothing is left that this thread may do."""
+        while True:
+            with self._lock:
+                work = self._next()
+                if work is None:
+                    self._num_serving -= 1
+                    if not self._num_serving:
+                        self._used_s.clear()
+                        self._round_s = 0.0
+                    return
+            self._do(work)
+            # Or what it works on would be kept until the next work.
+            del work
+
+    def _next(self) -> _Work | None:
+        best: _Flow | None = None
+        for flow in self._waiting.values():
+            if flow.is_large and self._num_large >= self._most_large:
+                continue
+            if best is None or self._rank(flow) < self._rank(best):
+                best = flow
+        if best is None:
+            return None
+        work = next(iter(best.works))
+        self._round_s = max(self._round_s, best.used_s)
+        best.used_s = self._used_s[work.flow] = best.used_s + work.cost_s / work.asked.weight
+        self._remove(work)
+        if best.works:
+            # The others of this round go first.
+            self._waiting[work.flow] = self._waiting.pop(work.flow)
+        self._num_large += best.is_large
+        work.begun_s = time.monotonic()
+        return work
+
+    def _rank(self, flow: _Flow) -> tuple[float, bool]:
+        """Those out of debt first, by the order of their turns, and of them those with small work."""
+        return max(self._round_s, flow.used_s), flow.is_large
+
+    def _do(self, work: _Work) -> None:
+        start_s, result, error = self._clock(), None, None
+        try:
+            result = work.function()
+        except BaseException as raised:
+            error = raised
+        self._charge(work, max(0.0, self._clock() - start_s))
+        _settle(work, result, error)
+
+    def _charge(self, work: _Work, taken_s: float) -> None:
+        tenant, flow = work.asked.tenant, work.flow
+        with self._lock:
+            self._num_large -= flow[1]
+            more_s = (taken_s - work.cost_s) / work.asked.weight
+            self._used_s[flow] = self._used_s.get(flow, self._round_s) + more_s
+            if len(self._used_s) > MAX_TENANTS:
+                self._used_s = {other: used_s for other, used_s in self._used_s.items() if used_s > self._round_s}
+            if flow in self._waiting:
+                self._waiting[flow].used_s += more_s
+            pace = self._paces.pop(tenant, self._seconds_per_byte)
+            pace = max(self._seconds_per_byte, (pace + taken_s / work.num_bytes) / 2)
+            if pace > self._seconds_per_byte:
+                if len(self._paces) >= MAX_TENANTS:
+                    self._paces.clear()
+                self._paces[tenant] = pace
+
+    def _late(self, work: _Work) -> None:
+        """A limit has passed. In the event loop."""
+        with self._lock:
+            own = [
+                other.cost_s
+                for large in (False, True)
+                if (flow := self._waiting.get((work.asked.tenant, large)))
+                for other in flow.works
+            ]
+            was_waiting = self._remove(work)
+        if was_waiting:
+            message = f"the request waited {self.wait_limit_s:g} s to be read: there is too much other work"
+            _fail(work.future, CapacityError(message, min(LONGEST_RETRY_S, max(1.0, sum(own)))))
+        elif self.work_limit_s is not None and work.begun_s is not None:
+            left_s = work.begun_s + self.work_limit_s - time.monotonic()
+            if left_s > 0:
+                work.timer = work.future.get_loop().call_later(left_s, self._late, work)
+            else:
+                _fail(work.future, RequestError(f"tokenizing the prompt took longer than {self.work_limit_s:g} s"))
+
+
+def _settle(work: _Work, result: object, error: BaseException | None) -> None:
+    """In any thread."""
+
+    def settle() -> None:
+        if error is not None:
+            _fail(work.future, error)
+        elif not work.future.done():
+            work.future.set_result(result)
+
+    with suppress(RuntimeError):  # the loop has been closed, so nobody waits
+        work.future.get_loop().call_soon_threadsafe(settle)
+
+
+def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _stopping() -> CapacityError:
+    return CapacityError("the server is stopping")

@@ -1,0 +1,188 @@
+"""Who is next where the work of requests waits, and how much one may hold."""
+
+import asyncio
+import threading
+
+import pytest
+
+from headrace.errors import CapacityError
+from headrace.turns import OWN_PER_FREE, Shares, Turns, work_for
+
+LARGE = 1 << 20
+WAIT_S = 20
+
+
+class Gate:
+    """Work that holds its thread until it is opened."""
+
+    def __init__(self):
+        self.begun, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self):
+        self.begun.set()
+        assert self.opened.wait(WAIT_S)
+
+    async def wait(self):
+        assert await asyncio.to_thread(self.begun.wait, WAIT_S)
+
+
+class Clock:
+    """Tells how long the works of a single thread have taken."""
+
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+    def work(self, done, name, taken_s):
+        def run():
+            self.now_s += taken_s
+            done.append(name)
+
+        return run
+
+
+@pytest.fixture
+def one():
+    with_clock = Turns(1, "one", clock=Clock())
+    yield with_clock
+    with_clock.close()
+
+
+@pytest.fixture
+def two():
+    turns = Turns(2, "two")
+    yield turns
+    turns.close()
+
+
+async def ask(turns, tenant, work, num_bytes=0, weight=1.0):
+    """Work of a tenant that waits, or has begun."""
+
+    async def run():
+        work_for(tenant, weight)
+        return await turns.run(work, num_bytes)
+
+    task = asyncio.create_task(run())
+    await asyncio.sleep(0)
+    return task
+
+
+async def order(turns, asked):
+    """In which order a thread that was busy does what (tenant, seconds, bytes, weight) have asked for meanwhile, by index."""
+    gate, done, clock = Gate(), [], turns._clock
+    tasks = [await ask(turns, "", gate)]
+    await gate.wait()
+    for index, (tenant, taken_s, num_bytes, weight) in enumerate(asked):
+        tasks.append(await ask(turns, tenant, clock.work(done, index, taken_s), num_bytes, weight))
+    gate.opened.set()
+    await asyncio.gather(*tasks)
+    return done
+
+
+async def test_small_work_of_another_does_not_wait_behind_the_large_work_of_one(one):
+    done = await order(one, [*[("a", 1.0, LARGE, 1.0)] * 20, ("b", 0.001, 100, 1.0)])
+    assert done == [20, *range(20)]
+
+
+async def test_work_is_charged_by_its_time_and_not_by_its_bytes(one):
+    """Forty small ones of b take as long as one of a, which looks as small."""
+    done = await order(one, [*[("a", 0.4, 100, 1.0)] * 3, *[("b", 0.01, 100, 1.0)] * 80])
+    begun = [done.index(index) for index in range(3)]
+    assert begun[0] <= 1
+    assert 38 <= begun[1] <= 44
+    assert 78 <= begun[2] <= 82
+
+
+async def test_a_weight_is_a_share(one):
+    done = await order(one, [*[("a", 0.1, 100, 1.0)] * 12, *[("b", 0.1, 100, 3.0)] * 12])
+    assert sum(index < 12 for index in done[:12]) == 3
+
+
+async def test_small_work_does_not_starve_large_work(one):
+    done = await order(one, [*[("a", 0.01, 100, 1.0)] * 300, *[("a", 1.0, LARGE, 1.0)] * 2])
+    assert done[0] == 0
+    assert 95 <= done.index(301) - done.index(300) <= 110
+
+
+async def test_idle_time_earns_no_credit(one):
+    """What a did alone is not owed to b, which comes later."""
+    await order(one, [("a", 0.1, 100, 1.0)] * 50)
+    done = await order(one, [*[("a", 0.1, 100, 1.0)] * 10, *[("b", 0.1, 100, 1.0)] * 10])
+    assert 4 <= sum(index < 10 for index in done[:10]) <= 6
+
+
+async def test_large_work_leaves_a_thread_for_small_work(two):
+    gate, done = Gate(), []
+    large = await ask(two, "a", gate, LARGE)
+    await gate.wait()
+    waiting = await ask(two, "b", lambda: done.append("large"), LARGE)
+    await (await ask(two, "a", lambda: done.append("small")))
+    assert done == ["small"]
+    gate.opened.set()
+    await asyncio.gather(large, waiting)
+    assert done == ["small", "large"]
+
+
+async def test_what_took_long_is_large_the_next_time():
+    gate, clock = Gate(), Clock()
+    turns = Turns(2, "two", clock=clock)
+    await (await ask(turns, "a", clock.work([], 0, 5.0), 100))
+    first, second = await ask(turns, "a", gate, 100), await ask(turns, "a", lambda: None, 100)
+    await gate.wait()
+    await (await ask(turns, "b", lambda: None, 100))
+    assert not second.done()
+    gate.opened.set()
+    await asyncio.gather(first, second)
+    turns.close()
+
+
+async def test_work_of_a_request_that_has_gone_does_not_begin(one):
+    gate, done = Gate(), []
+    busy = await ask(one, "a", gate)
+    await gate.wait()
+    gone, stays = [await ask(one, "a", lambda name=name: done.append(name)) for name in ("gone", "stays")]
+    gone.cancel()
+    await asyncio.wait([gone])
+    gate.opened.set()
+    await asyncio.gather(busy, stays)
+    assert done == ["stays"]
+
+
+async def test_an_error_is_its_own_requests(one):
+    def broken():
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        await one.run(broken)
+    assert await one.run(lambda: 1) == 1
+
+
+async def test_what_waits_at_the_end_is_given_up(one):
+    gate = Gate()
+    busy, waiting = await ask(one, "a", gate), await ask(one, "a", lambda: 1)
+    await gate.wait()
+    one.close()
+    with pytest.raises(CapacityError, match="stopping"):
+        await waiting
+    with pytest.raises(CapacityError, match="stopping"):
+        await one.run(lambda: 1)
+    gate.opened.set()
+    await busy
+
+
+def test_nobody_holds_so_much_that_another_has_no_room():
+    shares = Shares(1000, always=10)
+    held = 0
+    while held < 1000 and shares.take("a", 1, of_item=10):
+        held += 1
+    assert held == 1000 * OWN_PER_FREE // (OWN_PER_FREE + 1)
+    assert shares.take("b", 150)
+    assert not shares.take("b", 50)
+    assert not shares.take("a", 1, of_item=10)
+    assert shares.take("a", 10)
+    assert shares.take("", 40)
+    assert not shares.take("", 1, of_item=10)
+    shares.give_back("a", held + 10)
+    assert shares.take("a", held // 2)
+    assert shares.held == 150 + 40 + held // 2
