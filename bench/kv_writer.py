@@ -21,6 +21,7 @@ from bench.kv_files import ids_of
 from headrace.cache.page_files import PageFiles
 from headrace.cache.tier import DiskTier, Load, Store
 from headrace.messages.packing import pack_int32
+from headrace.messages.step import Sums
 
 PAGE_TOKENS, PAGE_BYTES = 16, 64 << 10
 LIMIT_BYTES = 256 << 20
@@ -54,9 +55,11 @@ class Pages:
         digest = hashlib.blake2b(self.tokens[: 4 * PAGE_TOKENS * (number + 1)]).digest()
         return digest * (PAGE_BYTES // len(digest))
 
-    def read(self, pages: Sequence[int], into: memoryview | None = None) -> memoryview:
-        assert into is None
+    def read(self, pages: Sequence[int]) -> memoryview:
         return memoryview(b"".join(map(self.page, pages)))
+
+    def read_into(self, pages: Sequence[int], into: memoryview) -> Sums:
+        raise NotImplementedError
 
     def write(self, pages: Sequence[int], data: memoryview) -> None:
         starts = range(0, len(data), PAGE_BYTES)

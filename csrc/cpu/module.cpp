@@ -293,9 +293,9 @@ nb::bytes group_receive(RankGroup& group) {
 
 // next: what is read after this row; it comes into the cache meanwhile, since where it lies is nothing that a processor foresees. past_caches, where that
 // can be said: what is written and not read soon displaces nothing there, and what another core reads comes faster from memory than out of this one's
-// cache.
-void copy_row(char* to, const char* from, size_t bytes, const char* next, [[maybe_unused]] bool past_caches) {
-  constexpr size_t kLine = 64;
+// cache. sums: null, or of each kSummedBytes of all rows; `place`: bytes of the rows before this one.
+void copy_row(char* to, const char* from, size_t bytes, const char* next, [[maybe_unused]] bool past_caches, uint64_t* sums, size_t place) {
+  constexpr size_t kLine = 64, kSummedBytes = 4096;
   size_t i = 0;
   for (; i + kLine <= bytes; i += kLine) {
     __builtin_prefetch(next + i, 0, 2);
@@ -311,26 +311,44 @@ void copy_row(char* to, const char* from, size_t bytes, const char* next, [[mayb
 #else
     memcpy(to + i, from + i, kLine);
 #endif
+    if (sums != nullptr) {
+#if defined(__SSE2__)
+      const __m128i pair = _mm_add_epi64(_mm_add_epi64(a, b), _mm_add_epi64(c, d));
+      const __m128i both = _mm_add_epi64(pair, _mm_unpackhi_epi64(pair, pair));
+      uint64_t sum;
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(&sum), both);
+#else
+      uint64_t sum = 0, words[kLine / 8];
+      memcpy(words, from + i, kLine);
+      for (const uint64_t word : words) sum += word;
+#endif
+      sums[(place + i) / kSummedBytes] += sum;
+    }
   }
   memcpy(to + i, from + i, bytes - i);
 }
 
 // Pages of a pool to bytes, or from them: of each page its row in the first layer, then in the next. layers: pages lie one after the other there.
-// past_caches: this core does not read soon what is written.
-void copy_pages(const std::vector<Address>& layers, const std::vector<size_t>& row_bytes, int64_t num_pages, const std::vector<int64_t>& pages,
-                Address bytes, bool to_pool, bool past_caches) {
+// sums: null, or, where rows have whole lines, to be increased by the 64-bit words of each 4,096 bytes; given, another core reads the bytes.
+void copy_kv_pages(const std::vector<Address>& layers, const std::vector<size_t>& row_bytes, int64_t num_pages, const std::vector<int64_t>& pages,
+                Address bytes, bool to_pool, Address sums) {
   for (const int64_t page : pages)
     if (page < 0 || page >= num_pages) throw std::out_of_range("a page outside the pool");
   const size_t num_layers = layers.size(), num_rows = pages.size() * num_layers;
   const auto row_at = [&](size_t row) {
     return at<char>(layers[row % num_layers]) + static_cast<size_t>(pages[row / num_layers]) * row_bytes[row % num_layers];
   };
-  char* flat = at<char>(bytes);
+  char* const flat = at<char>(bytes);
+  size_t place = 0;
   for (size_t row = 0; row < num_rows; ++row) {
     const size_t size = row_bytes[row % num_layers];
-    char *const inside = row_at(row), *const end = flat + size;
-    to_pool ? copy_row(inside, flat, size, end, past_caches) : copy_row(flat, inside, size, row_at(std::min(row + 1, num_rows - 1)), past_caches);
-    flat = end;
+    char *const inside = row_at(row), *const outside = flat + place;
+    if (to_pool) {
+      copy_row(inside, outside, size, outside + size, true, nullptr, 0);
+    } else {
+      copy_row(outside, inside, size, row_at(std::min(row + 1, num_rows - 1)), sums != 0, at<uint64_t>(sums), place);
+    }
+    place += size;
   }
 #if defined(__SSE2__)
   _mm_sfence();
@@ -397,7 +415,7 @@ NB_MODULE(_native, m) {
       .def("send", &group_send)
       .def("receive", &group_receive)
       .def("break_up", &RankGroup::break_up);
-  m.def("copy_pages", &copy_pages, unlocked);
+  m.def("copy_kv_pages", &copy_kv_pages, unlocked);
   m.def("probe_read", &probe_read, unlocked);
   m.def("probe_fma", &probe_fma, unlocked);
   m.def("probe_dot", &probe_dot, unlocked);

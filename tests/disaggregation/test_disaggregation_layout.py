@@ -165,3 +165,16 @@ def test_what_may_differ(decode: dict[str, str], words: str):
 def test_pages_of_a_layout_that_is_not_known_are_not_converted():
     assert wire.difference(facts(unit="0"), facts(unit="0", page="64")) == "page: 16 computes the prompt, 64 goes on"
     assert "ranks: " in wire.difference(facts(unit="0"), facts(SPLITS["two"], unit="0"))
+
+
+@pytest.mark.parametrize("head_dim", [16, 17])  # with 17, a layer of a page does not end with a line of 64 bytes
+def test_pages_for_another_process_are_the_same_and_have_their_sums(head_dim: int) -> None:
+    size = 40 * 16, 3, head_dim
+    pool = KvPool([torch.randn(size).bfloat16()], [torch.randn(size).bfloat16()], 40 * 16, 16)
+    pages, order = PoolPages(pool, list, dict), torch.randperm(40).tolist()
+    into = memoryview(bytearray(40 * pages.page_bytes))
+
+    sums = pages.read_into(order, into)
+
+    assert into == pages.read(order)
+    assert wire.checksum(into, sums) == wire.checksum(into)

@@ -16,6 +16,7 @@ from headrace.disaggregation.shared_memory import Ring
 from headrace.disaggregation.sink import Incoming, PageSink
 from headrace.disaggregation.source import Outgoing, PageSource
 from headrace.messages.outputs import TokenIDOut
+from headrace.messages.step import Sums, sums_of
 
 SECRET = b"a secret of this test"
 PAGE_BYTES = 64
@@ -34,12 +35,12 @@ class Pages:
     def facts(self) -> dict[str, str]:
         return FACTS
 
-    def read(self, pages: list[int], into: memoryview | None = None) -> memoryview:
-        found = memoryview(b"".join(self.kv[page] for page in pages))
-        if into is None:
-            return found
-        into[:] = found
-        return into
+    def read(self, pages: list[int]) -> memoryview:
+        return memoryview(b"".join(self.kv[page] for page in pages))
+
+    def read_into(self, pages: list[int], into: memoryview) -> Sums:
+        into[:] = self.read(pages)
+        return sums_of(into)
 
     def write(self, pages: list[int], data: memoryview) -> None:
         for number, page in enumerate(pages):

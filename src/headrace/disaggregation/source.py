@@ -259,15 +259,15 @@ class PageSource:
     def pages_at_once(self) -> int:
         return max(1, _PART_BYTES // self.transfer.page_bytes)
 
-    def copied(self, outgoing: Outgoing, pages: list[int], ring: Ring | None) -> tuple[int, memoryview] | None:
-        """The bytes of pages, and where they are in the shared memory, -1 = nowhere. None: they are not to be read any more."""
+    def copied(self, outgoing: Outgoing, pages: list[int], ring: Ring | None) -> tuple[int, memoryview, int] | None:
+        """Where pages are in the shared memory, -1 = nowhere, their bytes and checksum, 0 = nowhere. None: they are not to be read any more."""
         with self._copying:
             if not outgoing.is_wanted:
                 return None
             if ring is None:
-                return -1, self.transfer.read(pages)
+                return -1, self.transfer.read(pages), 0
             place, view = ring.take(len(pages) * self.transfer.page_bytes)
-            return place, self.transfer.read(pages, view)
+            return place, view, wire.checksum(view, self.transfer.read_into(pages, view))
 
 
 Work = Callable[[PageSource], None]
@@ -339,11 +339,11 @@ class _Peer:
         copied = source.copied(one, pages, self.ring)
         if copied is None:
             return
-        place, data = copied
+        place, data, checksum = copied
         if place < 0:
             self.connection.send(wire.Pages(number, first, len(pages)), data)
         else:
-            self.connection.send(wire.Pages(number, first, len(pages), place, wire.checksum(data)))
+            self.connection.send(wire.Pages(number, first, len(pages), place, checksum))
         source.num_pages += len(pages)
         source.num_bytes += len(data)
 

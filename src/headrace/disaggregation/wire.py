@@ -23,6 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from headrace.errors import ExecutionError
+from headrace.messages.step import SUMMED_BYTES, Sums, sums_of
 
 PROTOCOL = 3
 BEAT_S = 0.4
@@ -33,7 +34,6 @@ _MOST_UNKNOWN = 1 << 16
 _MOST_KNOWN = 1 << 30
 """Bytes of a message or of pages, before and after the other side has proved that it knows the secret."""
 _NONCE_BYTES = 32
-_SUMMED_BYTES = 4096
 
 T = TypeVar("T")
 
@@ -284,15 +284,12 @@ def prompt_key(key: bytes, adapter: str) -> bytes:
     return hashlib.blake2b(key + adapter.encode(), digest_size=16).digest()
 
 
-def checksum(data: memoryview) -> int:
-    """Of pages: the CRC-32 of the sums of each 512 of their 64-bit words, and of what is left: as fast as reading them, unlike CRC-32 of all."""
-    import numpy as np
-
-    whole = len(data) // _SUMMED_BYTES * _SUMMED_BYTES
+def checksum(data: memoryview, sums: Sums | None = None) -> int:
+    """Of pages: the CRC-32 of their sums, where these are known, and of what is left: as fast as reading them, unlike CRC-32 of all."""
+    whole = len(data) // SUMMED_BYTES * SUMMED_BYTES
     if not whole:
         return zlib.crc32(data)
-    sums = np.add.reduce(np.frombuffer(data[:whole], np.uint64).reshape(-1, _SUMMED_BYTES // 8), axis=1)
-    return zlib.crc32(data[whole:], zlib.crc32(sums))
+    return zlib.crc32(data[whole:], zlib.crc32(sums_of(data) if sums is None else sums))
 
 
 def _expect(connection: Connection, kind: type[T]) -> T:

@@ -36,6 +36,7 @@ from headrace.kernels import cpu as native_cpu
 from headrace.kernels.registry import runs_native
 from headrace.layers.weight import Keeper, Weight
 from headrace.messages.ranks import RankPages
+from headrace.messages.step import SUMMED_BYTES, Sums, sums_of
 from headrace.messages.weights import Prepared
 from headrace.models.spec import CausalLM, stage_layers
 
@@ -44,6 +45,9 @@ NUMERICS = 1
 
 _NOT_SHARED = {"kernels", "compiled"}
 """Facts in which two servers may differ that go on with each other's KV."""
+
+_LINE_BYTES = 64
+"""Sums come with native copies where each layer of a page has whole lines."""
 
 _UNITS = {"cpu": PAGE_SIZE, "torch_native": 1, "triton": 1, "flashinfer": 1}
 """By attention backend: so many tokens of a head lie together in a page. What no backend here says is not converted to pages of another kind."""
@@ -95,7 +99,7 @@ class PoolPages:
         self._device = self._layers[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         is_native = self._device.type == "cpu" and runs_native("cpu")
-        self._copy = getattr(native_cpu.load(), "copy_pages", None) if is_native else None
+        self._copy = getattr(native_cpu.load(), "copy_kv_pages", None) if is_native else None
         self._places = [layer.data_ptr() for layer in layers], [layer.shape[1] for layer in layers], num_pages
 
     def fingerprint(self) -> str:
@@ -170,36 +174,36 @@ class PoolPages:
         return bytes_of(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"))
 
     @torch.inference_mode()
-    def read(self, pages: Sequence[int], into: memoryview | None = None) -> memoryview:
+    def read(self, pages: Sequence[int]) -> memoryview:
         """See `PageTransfer.read`."""
         if self._stream is not None and self._draft is not None:
             # A head follows a step whose ids the host has already.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            index = torch.tensor(pages, device=self._device)
-            shape = len(pages), self.page_bytes // self._dtype.itemsize
-            given = None if into is None else torch.frombuffer(into, dtype=self._dtype).view(shape)
-            if given is not None and self._stream is None:
-                found = given
-            else:
-                found = self._layers[0].new_empty(shape)
+            found = self._layers[0].new_empty((len(pages), self.page_bytes // self._dtype.itemsize))
             if self._copy is not None:
-                self._copy(*self._places, list(pages), found.data_ptr(), False, into is not None)
+                self._copy(*self._places, list(pages), found.data_ptr(), False, 0)
             else:
+                index = torch.tensor(pages, device=self._device)
                 for layer, part in zip(self._layers, self._split(found), strict=True):
                     torch.index_select(layer, 0, index, out=part)
-            if given is None:
-                return bytes_of(found.cpu())
-            if given is not found:
-                given.copy_(found)
-            return bytes_of(given)
+            return bytes_of(found.cpu())
+
+    def read_into(self, pages: Sequence[int], into: memoryview) -> Sums:
+        """See `PageTransfer.read_into`."""
+        if self._copy is None or any(size % _LINE_BYTES for size in self._places[1]):
+            into[:] = self.read(pages)
+            return sums_of(into)
+        sums = np.zeros(len(into) // SUMMED_BYTES + 1, np.uint64)
+        self._copy(*self._places, list(pages), np.frombuffer(into, np.uint8).ctypes.data, False, sums.ctypes.data)
+        return sums[:-1]
 
     @torch.inference_mode()
     def write(self, pages: Sequence[int], data: memoryview) -> None:
         """See `PageTransfer.write`."""
         if self._copy is not None:
             rows = np.frombuffer(data, np.uint8).reshape(len(pages), self.page_bytes)
-            self._copy(*self._places, list(pages), rows.ctypes.data, True, True)
+            self._copy(*self._places, list(pages), rows.ctypes.data, True, 0)
             return
         with torch.cuda.stream(self._stream):
             index = torch.tensor(pages, device=self._device)
@@ -265,16 +269,16 @@ class LeaderPages:
             return {f"{rank} {name}": one for rank, (_, every, _) in enumerate(ranks) for name, one in every.items()}
         return {name: one for _, every, _ in ranks for name, one in every.items()}
 
-    def read(self, pages: Sequence[int], into: memoryview | None = None) -> memoryview:
+    def read(self, pages: Sequence[int]) -> memoryview:
         with self._folder() as folder:
             self._drop(RankPages("read", str(folder), tuple(pages)))
             parts = [self._own.read(pages), *(path.read_bytes() for path in self._files(folder))]
         rows = [torch.frombuffer(bytearray(part), dtype=torch.uint8).view(len(pages), -1) for part in parts]
-        found = bytes_of(torch.cat(rows, dim=1))
-        if into is None:
-            return found
-        into[:] = found
-        return into
+        return bytes_of(torch.cat(rows, dim=1))
+
+    def read_into(self, pages: Sequence[int], into: memoryview) -> Sums:
+        into[:] = self.read(pages)
+        return sums_of(into)
 
     def write(self, pages: Sequence[int], data: memoryview) -> None:
         """In all ranks between the same two steps, or in none."""

@@ -158,6 +158,17 @@ def _one_each(num_rows: int) -> Int32Array:
     return id_starts
 
 
+SUMMED_BYTES = 4096
+Sums = npt.NDArray[np.uint64]
+
+
+def sums_of(data: memoryview) -> Sums:
+    """Of the 64-bit words of each whole SUMMED_BYTES: uint64[len(data) // SUMMED_BYTES]."""
+    whole = len(data) // SUMMED_BYTES * SUMMED_BYTES
+    sums: Sums = np.add.reduce(np.frombuffer(data[:whole], np.uint64).reshape(-1, SUMMED_BYTES // 8), axis=1)
+    return sums
+
+
 class PageTransfer(Protocol):
     """Copies pages of KV out of the pool and into it, beside the steps; of any thread, one call at a time. page_bytes: of a page, all layers.
 
@@ -183,8 +194,11 @@ class PageTransfer(Protocol):
     def host_memory(self, num_bytes: int) -> memoryview:
         """Memory that pages may be copied from and to without a detour: pinned, where the pool is a GPU's."""
 
-    def read(self, pages: Sequence[int], into: memoryview | None = None) -> memoryview:
-        """The bytes of pages, one after the other. into: memory of that length to put them in, which is returned."""
+    def read(self, pages: Sequence[int]) -> memoryview:
+        """The bytes of pages, one after the other."""
+
+    def read_into(self, pages: Sequence[int], into: memoryview) -> Sums:
+        """The same into memory of that length, which another process reads. Returns their sums (`sums_of`)."""
 
     def write(self, pages: Sequence[int], data: memoryview) -> None:
         """Fill pages with these bytes."""

@@ -321,14 +321,14 @@ class RankGroup:
     def receive(self) -> builtins.bytes: ...
     def break_up(self, reason: str) -> None: ...
 
-def copy_pages(
+def copy_kv_pages(
     layers: list[int],
     row_bytes: list[int],
     num_pages: int,
     pages: list[int],
     bytes: int,
     to_pool: bool,
-    past_caches: bool,
+    sums: int,
 ) -> None: ...
 def probe_read(memory: int, bytes: int) -> float: ...
 def probe_fma(rounds: int) -> float: ...
