@@ -189,6 +189,17 @@ def test_who_has_all_places_gives_one_back_to_another_and_its_youngest_goes(over
     rig.check_idle()
 
 
+def test_a_burst_gets_its_places_at_once():
+    rig = flooded(wide_rig(num_pages=20_000, max_running=16))
+    for i in range(20):
+        rig.add(f"b{i}", prompt(100 + i), tenant="b", **FLOOD)
+    for _ in range(4):
+        rig.turn()
+
+    assert Counter(req.asked.tenant for req in rig.state.running) == {"a": 8, "b": 8}
+    assert retracted(rig) == {f"a{i}": 1 for i in range(8, 16)}
+
+
 def test_the_place_that_another_has_used_is_kept_for_it_while_it_comes_and_then_no_longer():
     rig = flooded(wide_rig(num_pages=20_000, max_running=16))
     for i in range(20):

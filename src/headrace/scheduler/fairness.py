@@ -189,8 +189,16 @@ class Shares:
     def places(self, tenant: str) -> int:
         return max(1, int(self.part(tenant) * self._num_places))
 
+    @property
+    def num_free(self) -> int:
+        return self._num_places - self._held.total()
+
+    def num_left(self, tenant: str) -> int:
+        """Of its share, the places that it does not hold."""
+        return self.places(tenant) - self._held[tenant]
+
     def is_below(self, tenant: str) -> bool:
-        return self._held[tenant] < self.places(tenant)
+        return self.num_left(tenant) > 0
 
     def begin(self, tenant: str) -> None:
         """One of its samples has got a place."""
@@ -206,4 +214,4 @@ class Shares:
             if other != tenant
         )
         kept = min(sum(max(0, count) for count in wanted), self._num_places // KEPT_PART)
-        return min(num_free, max(num_free - kept, self.places(tenant) - self._held[tenant], 0))
+        return min(num_free, max(num_free - kept, self.num_left(tenant), 0))

@@ -208,10 +208,15 @@ def _making_way(state: SchedulerState) -> Preemption | None:
 
 def _put_first(state: SchedulerState, batch: ScheduleBatch, way: Preemption, prompts: PromptBudget) -> None:
     """Retract the victims and admit the request that takes their place, unless a step in flight still uses them."""
-    if prompts.is_spent or any(req.num_in_flight for req in way.victims):
+    if prompts.is_spent:
         return
-    retract.preempt(state, way.victims)
-    _admit(state, batch, iter((way.first,)), prompts, frozenset())
+    ready = [req for req in way.victims if not req.num_in_flight]
+    if way.for_tenant:
+        retract.preempt(state, ready)
+        _admit(state, batch, _may_begin(state, way.first.asked.tenant), prompts, frozenset())
+    elif len(ready) == len(way.victims):
+        retract.preempt(state, ready)
+        _admit(state, batch, iter((way.first,)), prompts, frozenset())
 
 
 def _shorter_first(

@@ -33,10 +33,11 @@ MAX_PREEMPTIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """`first` is to run now, in place of `victims` (least important first)."""
+    """`first` is to run now, in place of `victims` (least important first). for_tenant: so are others of its tenant, for a place each."""
 
     first: Req
     victims: tuple[Req, ...]
+    for_tenant: bool = False
 
 
 def make_room(state: SchedulerState, wanting: Req) -> bool:
@@ -113,22 +114,35 @@ def choose_victims(state: SchedulerState, next_of: Callable[[str], Req]) -> Pree
     if (threshold := state.config.preemption_threshold) > 0:
         first = min(state.waiting.heads(), key=lambda r: (-r.asked.priority, r.order))
         candidates = [req for req in state.running if _may_take_place(first, req, threshold)]
-        if (way := _way_for(state, first, candidates)) is not None:
-            return way
+        candidates.sort(key=_least_important)
+        if candidates and (victims := _fewest_victims(state, first, candidates)):
+            return Preemption(first, victims)
     if not state.shares.are_several:
         return None
     below = next(filter(state.shares.is_below, state.fair_share.by_turns(state.waiting.tenants)), None)
-    return None if below is None else _way_for(state, next_of(below), _more_than_share(state, below))
+    return None if below is None else _way_for_tenant(state, below, next_of(below))
 
 
-def _way_for(state: SchedulerState, first: Req, candidates: list[Req]) -> Preemption | None:
-    if not candidates:
+def _way_for_tenant(state: SchedulerState, tenant: str, first: Req) -> Preemption | None:
+    """For all that waits of a tenant, as far as its share of places goes, if the first of it can be admitted then."""
+    candidates = sorted(_more_than_share(state, tenant), key=_least_important)
+    victims = _fewest_victims(state, first, candidates) if candidates else None
+    if victims is None:
         return None
-    candidates.sort(key=lambda r: (r.asked.priority, -r.order))
+    missing = min(state.waiting.num_of(tenant), state.shares.num_left(tenant)) - state.shares.num_free
+    victims = max(victims, tuple(candidates[: max(0, missing)]), key=len)
+    return Preemption(first, victims, for_tenant=True) if victims else None
+
+
+def _least_important(req: Req) -> tuple[int, int]:
+    return req.asked.priority, -req.order
+
+
+def _fewest_victims(state: SchedulerState, first: Req, candidates: list[Req]) -> tuple[Req, ...] | None:
+    """Over all parts of the KV cache, see `_victims`."""
     parts = range(len(state.kv.parts))
     possible = [victims for part in parts if (victims := _victims(state, first, candidates, part)) is not None]
-    fewest = min(possible, key=len, default=())
-    return Preemption(first, fewest) if fewest else None
+    return min(possible, key=len, default=None)
 
 
 def _more_than_share(state: SchedulerState, wanting: str) -> list[Req]:
