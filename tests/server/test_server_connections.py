@@ -3,13 +3,15 @@
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 from fake_frontend import MODEL, Running, running_server
 
 from headrace.server import listener
+from headrace.server.body import SMALL_BODY_BYTES
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 BODIES = {
@@ -201,13 +203,42 @@ def test_what_is_no_http_or_too_much_of_it_is_refused(server: Running, sent: byt
     assert httpx.get(server.url + "/ping").status_code == 200
 
 
-def test_connections_beyond_the_limit_are_told_to_come_back(server: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(listener, "max_connections", lambda: 0)
+def test_connections_beyond_a_share_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """One address, or one key, has four fifths. What belongs to a key is none of its address's, so those of other keys on a machine have room."""
+    monkeypatch.setattr(listener, "max_connections", lambda: 10)
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"keys": [{"name": name, "key": f"secret-{name}"} for name in "ab"]}))
+    with running_server(api_key_file=str(keys)) as running, ExitStack() as stack:
+
+        def ask(key: str) -> bytes:
+            sock = stack.enter_context(raw(running))
+            sock.sendall(
+                b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer secret-%b\r\n\r\n" % key.encode()
+            )
+            return read_reply(sock)
+
+        for _ in range(8):
+            assert ask("a").startswith(b"HTTP/1.1 200")
+        refused = ask("a")
+        assert refused.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 1\r\n" in refused
+        assert b"connection: close\r\n" in refused
+        assert b"overloaded_error" in refused
+        assert ask("b").startswith(b"HTTP/1.1 200")
+        with raw(running) as unknown:
+            refused = read_all(unknown)
+            assert refused.startswith(b"HTTP/1.1 503")
+            assert b"retry-after: 1\r\n" in refused
+
+
+def test_a_body_that_trickles_is_not_kept(server: Running, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(listener, "BODY_WINDOW_S", 0.05)
     with raw(server) as sock:
+        sock.sendall(head("/generate", 1 << 20) + b" " * (SMALL_BODY_BYTES + 1))
         answer = read_all(sock)
-        assert answer.startswith(b"HTTP/1.1 503")
-        assert b"retry-after: 1\r\n" in answer
-        assert b"overloaded_error" in answer
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"slower than 16 KiB a second" in answer
+    assert not server.frontend.calls
 
 
 def test_a_client_that_never_reads_is_cut_off(server: Running, monkeypatch: pytest.MonkeyPatch):

@@ -21,7 +21,7 @@ from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server import body as body_module
 from headrace.server import http
-from headrace.server.body import Bodies, count_body, embeds_to_base64, has_long_number
+from headrace.server.body import SMALL_BODY_BYTES, Bodies, count_body, embeds_to_base64, has_long_number
 from headrace.server.listener import SWITCH_INTERVAL_S
 from headrace.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeBody
@@ -202,12 +202,19 @@ def test_long_replies_of_tokenize_are_what_they_were(client: httpx.Client):
 
 
 def test_bodies_in_memory_are_bounded_together():
-    bodies = Bodies(1000)
-    bodies.take(8000)
+    most = 1 << 20
+    bodies = Bodies(most)
+    for _ in range(8):
+        bodies.take("a", most)
     with pytest.raises(CapacityError, match="too many large requests"):
-        bodies.take(1)
-    bodies.give_back(8000)
-    bodies.take(1)
+        bodies.take("a", SMALL_BODY_BYTES + 1)
+    with pytest.raises(CapacityError, match="too many large requests"):
+        bodies.take("a", 1, of_body=SMALL_BODY_BYTES)
+    bodies.take("a", 80)
+    bodies.take("b", most)
+    bodies.give_back("a", most)
+    bodies.give_back("a", most)
+    bodies.take("a", most // 2)
     bodies.close()
 
 
@@ -231,18 +238,18 @@ def test_memory_of_large_bodies_goes_back_to_the_system_when_none_is_left(monkey
     monkeypatch.setattr(body_module, "give_back_free_memory", given_back.release)
     monkeypatch.setattr(body_module, "TRIM_BYTES", 1000)
     bodies = Bodies(1000)
-    bodies.take(600)
-    bodies.take(600)
-    bodies.give_back(600)
+    bodies.take("a", 600)
+    bodies.take("a", 600)
+    bodies.give_back("a", 600)
     assert not given_back.acquire(blocking=False)
-    bodies.give_back(600)
+    bodies.give_back("a", 600)
     assert given_back.acquire(timeout=60)
 
-    bodies.take(600)
-    bodies.give_back(600)
-    bodies.take(600)
+    bodies.take("a", 600)
+    bodies.give_back("a", 600)
+    bodies.take("a", 600)
     bodies.close()
-    bodies.give_back(600)
+    bodies.give_back("a", 600)
     assert not given_back.acquire(blocking=False)
 
 

@@ -74,7 +74,10 @@ class AuthMiddleware(HttpMiddleware):
         is_operator = is_admin and self.admin_key is not None
         address = "" if tenant is not None or is_operator else turn_address(scope, self.proxies)
         scope["headrace.address"] = address
-        work_for(*(tenant.name, tenant.limits.weight) if tenant is not None else (address, 1.0))
+        turn, weight = (tenant.name, tenant.limits.weight) if tenant is not None else (address, 1.0)
+        work_for(turn, weight)
+        if (belong_to := scope.get("headrace.belong_to")) is not None:
+            belong_to(turn, scope)
         await self.app(scope, receive, send)
 
     def _is_user(self, key: bytes | None) -> bool:

@@ -19,7 +19,7 @@ from headrace.garbage import give_back_free_memory
 from headrace.messages.bodies import as_meant, field_error
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS
-from headrace.turns import Turns
+from headrace.turns import Shares, Turns
 
 T = TypeVar("T")
 
@@ -31,8 +31,11 @@ MAX_LISTS = 1 << 14
 MAX_FIELDS = 1 << 15
 """Each limit means well under 0.1 s of decoding: a value takes about 0.1 us, a list or an object with its fields 1 to 2 us."""
 
-BODIES_AT_ONCE = 8
-"""How many bodies of the largest size may be in memory at once."""
+BODIES_AT_ONCE = 10
+"""How many bodies of the largest size may be in memory at once; eight of one tenant that is alone."""
+
+SMALL_BODY_BYTES = 64 << 10
+"""A body up to this size is never refused for those of others."""
 
 TRIM_BYTES = 32 << 20
 """After this many bytes of bodies, once none is in memory, return free memory to the system (malloc would keep it)."""
@@ -198,23 +201,25 @@ class Bodies:
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
-        self.num_bytes = 0
         self._num_arrived = 0
         self._closed = False
-        self._max_bytes = BODIES_AT_ONCE * max_body_bytes
+        self._shares = Shares(BODIES_AT_ONCE * max_body_bytes, SMALL_BODY_BYTES)
         # One thread: two that decode would block the event loop for twice as long.
         self._thread = Turns(1, "headrace-body", seconds_per_byte=1e-8)
 
-    def take(self, num_bytes: int) -> None:
-        """Count `num_bytes` more in memory. Raises CapacityError when they exceed the limit."""
-        if self.num_bytes + num_bytes > self._max_bytes:
+    @property
+    def num_bytes(self) -> int:
+        return self._shares.held
+
+    def take(self, tenant: str, num_bytes: int, of_body: int = 0) -> None:
+        """Count `num_bytes` more in memory, of a body of which `of_body` is there. Raises CapacityError when that is above the tenant's share."""
+        if not self._shares.take(tenant, num_bytes, of_body):
             raise CapacityError("too many large requests are arriving at once: try again later", retry_after_s=1.0)
-        self.num_bytes += num_bytes
         self._num_arrived += num_bytes
 
-    def give_back(self, num_bytes: int) -> None:
+    def give_back(self, tenant: str, num_bytes: int) -> None:
         """Count `num_bytes` fewer in memory."""
-        self.num_bytes -= num_bytes
+        self._shares.give_back(tenant, num_bytes)
         if self.num_bytes == 0 and self._num_arrived >= TRIM_BYTES and not self._closed:
             self._num_arrived = 0
             self._thread.submit(give_back_free_memory)

@@ -24,7 +24,7 @@ from headrace.messages.operations import Nothing
 from headrace.server.body import Prepare, decode_json
 from headrace.server.context import ServingContext
 from headrace.server.error_forms import ApiError, form_of
-from headrace.turns import note_size
+from headrace.turns import asking, note_size
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -110,9 +110,11 @@ class Exchange:
     send: Send
     context: ServingContext
     max_body_bytes: int = field(init=False)
+    tenant: str = field(init=False)
     _num_held: int = 0
 
     def __post_init__(self) -> None:
+        self.tenant = asking().tenant
         self.max_body_bytes = self.context.bodies.max_body_bytes
 
     @property
@@ -219,7 +221,7 @@ class Exchange:
             if size > limit:
                 raise _too_large(limit, is_usual)
             if is_usual:
-                self.context.bodies.take(len(part))
+                self.context.bodies.take(self.tenant, len(part), self._num_held)
                 self._num_held += len(part)
             parts.append(part)
             if not message.get("more_body", False):
@@ -228,7 +230,7 @@ class Exchange:
 
     def forget_body(self) -> None:
         """The body is no longer in use. Idempotent."""
-        self.context.bodies.give_back(self._num_held)
+        self.context.bodies.give_back(self.tenant, self._num_held)
         self._num_held = 0
 
     def write(self, part: bytes) -> Awaitable[None]:

@@ -1,12 +1,13 @@
 """The HTTP server: runs the application in uvicorn on a bound socket, until it is told to stop, with limits on each connection.
 
 The caller handles signals: uvicorn's own handlers are off. Runs in the thread that calls `Server.run`; `shutdown` may
-be called from any thread. Owns the limits on the time that a request takes to arrive, the size of its headers, the number of connections, and
+be called from any thread. Owns the limits on the time that a request takes to arrive, the size of its headers, the connections of each tenant, and
 clients that do not read. Does not look at bodies or routes.
 
 ```
  connected ──first byte──> headers ──> body ──> response ──> idle (keep-alive, timed by uvicorn) ──first byte──> headers
-     └────── HEADER_TIMEOUT_S ──┘       └ BODY_TIMEOUT_S          └ WRITE_STALL_S while the send buffer stays full
+     └────── HEADER_TIMEOUT_S ──┘       └ BODY_TIMEOUT_S,         └ WRITE_STALL_S while the send buffer stays full
+                                          BODY_WINDOW_S
 ```
 """
 
@@ -19,6 +20,7 @@ import threading
 import uuid
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Literal
 
 import uvicorn
@@ -26,10 +28,13 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headrace.config.server_args import ServerArgs
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import CapacityError, ConfigError, HeadraceError
 from headrace.log import get_logger
-from headrace.server.address import bind, check_certificate, local_url
+from headrace.server.address import bind, check_certificate, local_url, turn_of_host
+from headrace.server.body import SMALL_BODY_BYTES
 from headrace.server.error_forms import ApiError, openai_error
+from headrace.server.http import Scope
+from headrace.turns import Shares
 
 log = get_logger(__name__)
 
@@ -48,6 +53,10 @@ TICK_S = 1.0
 
 HEADER_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 30.0
+BODY_WINDOW_S = 5.0
+LEAST_BODY_RATE = 16 << 10
+"""A body of which more than `SMALL_BODY_BYTES` have arrived, which then stand in memory, must bring so many bytes a second in each window."""
+
 WRITE_STALL_S = 20.0
 """A client that leaves the send buffer full for this long is disconnected, and its request aborted."""
 
@@ -79,16 +88,25 @@ def max_connections() -> int:
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files - spare)
 
 
+_TOO_MANY = "too many connections, try again later"
+
+
 class _Refused(Exception): ...
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A connection with limits on slow, large and unread traffic."""
+    """A connection with limits on slow, large and unread traffic.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    It counts as one of its client's address until a request says whose it is (`belong_to`). shares: of all connections of the server.
+    """
+
+    def __init__(self, *args: Any, shares: Shares, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._max_connections = max_connections()
-        self._timers: dict[Literal["deadline", "stall"], asyncio.TimerHandle] = {}
+        self._shares = shares
+        self._tenant: str | None = None  # whose connection it is; None = refused
+        self._timers: dict[Literal["deadline", "stall", "rate"], asyncio.TimerHandle] = {}
+        self._body_bytes = 0
+        self._window_bytes = 0  # of the body, in the window of its rate
         self._cycles: list[RequestResponseCycle] = []
         self._receiving = False  # between the first byte of a request and its last
         self._lingering = False
@@ -100,17 +118,36 @@ class LimitedProtocol(HttpToolsProtocol):
     # Called by the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected; beyond the limit it is refused and closed."""
+        """A client has connected; beyond the share of its address it is refused and closed."""
         super().connection_made(transport)
-        if len(self.connections) > self._max_connections:
-            self._refuse(503, "too many connections, try again later", b"retry-after: 1\r\n")
-        else:
-            self._expect(HEADER_TIMEOUT_S)
+        tenant = turn_of_host(self.client[0] if self.client else "")
+        if not self._shares.take(tenant, 1):
+            self._refuse(503, _TOO_MANY, b"retry-after: 1\r\n")
+            return
+        self._tenant = tenant
+        self._expect(HEADER_TIMEOUT_S)
+
+    def belong_to(self, tenant: str, scope: Scope) -> None:
+        """The request of this ASGI scope is a tenant's, and so is the connection from now on. Raises CapacityError when it has too many."""
+        if tenant == self._tenant or self._tenant is None:
+            return
+        self._shares.give_back(self._tenant, 1)
+        if self._shares.take(tenant, 1):
+            self._tenant = tenant
+            return
+        self._shares.take("", 1)
+        self._tenant = ""
+        for cycle in self._cycles:
+            if cycle.scope is scope:
+                cycle.keep_alive = False
+        raise CapacityError(_TOO_MANY)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone: cancel all timers."""
-        self._cancel("deadline")
-        self._cancel("stall")
+        for name in list(self._timers):
+            self._cancel(name)
+        if self._tenant is not None:
+            self._shares.give_back(self._tenant, 1)
         super().connection_lost(exc)
         # uvicorn notifies only the newest request, but an earlier one may be the one being answered.
         for cycle in self._cycles:
@@ -124,11 +161,15 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._receiving and "deadline" not in self._timers:
             self._expect(HEADER_TIMEOUT_S)
         super().data_received(data)
-        if self._receiving and self._in_headers and not self._lingering and not self.transport.is_closing():
+        if not self._receiving or self._lingering or self.transport.is_closing():
+            return
+        if self._in_headers:
             # The parser reports only complete headers, so incomplete ones are counted by the bytes read.
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
                 self._refuse(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
+        elif "rate" not in self._timers and self._body_bytes > SMALL_BODY_BYTES:
+            self._expect_more()
 
     def pause_writing(self) -> None:
         """The send buffer is full: the client reads slower than tokens come."""
@@ -145,6 +186,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         super().on_message_begin()
+        self.scope["headrace.belong_to"] = self.belong_to  # type: ignore[typeddict-unknown-key]
         self._receiving = True
         self._in_headers = True
         self._header_bytes = 0
@@ -167,6 +209,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
+        self._body_bytes = self._window_bytes = 0
         self._expect(BODY_TIMEOUT_S)
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
@@ -175,9 +218,15 @@ class LimitedProtocol(HttpToolsProtocol):
             # uvicorn stops reading after a pipelined request and would then not notice a disconnect.
             self.flow.resume_reading()
 
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        self._window_bytes += len(body)
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         self._receiving = False
         self._cancel("deadline")
+        self._cancel("rate")
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -206,13 +255,29 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._refuse(408, f"the request did not arrive within {seconds:g} s")
 
-    def _cancel(self, name: Literal["deadline", "stall"]) -> None:
+    def _expect_more(self) -> None:
+        self._cancel("rate")
+        self._window_bytes = 0
+        self._timers["rate"] = self.loop.call_later(BODY_WINDOW_S, self._check_rate)
+
+    def _check_rate(self) -> None:
+        self._cancel("rate")
+        if self.transport.is_closing():
+            return
+        # What is not read, because the application has not taken what is there, is not late.
+        if self.flow.read_paused or self._window_bytes >= LEAST_BODY_RATE * BODY_WINDOW_S:
+            self._expect_more()
+            return
+        self._refuse(408, f"the body came slower than {LEAST_BODY_RATE >> 10} KiB a second")
+
+    def _cancel(self, name: Literal["deadline", "stall", "rate"]) -> None:
         if (timer := self._timers.pop(name, None)) is not None:
             timer.cancel()
 
     def _refuse(self, status: int, message: str, headers: bytes = b"") -> None:
         """Send an error unless a reply is in progress, and close."""
         self._cancel("deadline")
+        self._cancel("rate")
         self._unset_keepalive_if_required()
         if self.cycle is None or (
             self.cycle.response_complete if self._before_body else not self.cycle.response_started
@@ -224,7 +289,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 b"%bconnection: close\r\n\r\n%b"
                 % (status, _PHRASES[status], len(body), uuid.uuid4().hex.encode(), headers, body)
             )
-            if len(self.connections) < self._max_connections + MAX_LINGERING:
+            if len(self.connections) < self._shares.held + MAX_LINGERING:
                 self._linger()
                 return
         self.transport.close()
@@ -260,7 +325,7 @@ class Server:
         self.url = local_url(args, self.port)
         config = uvicorn.Config(
             app,
-            http=LimitedProtocol,
+            http=partial(LimitedProtocol, shares=Shares(max_connections())),  # type: ignore[arg-type]
             ws="none",
             loop="uvloop",
             lifespan="on",
