@@ -4,8 +4,8 @@
 
 Each rank is a process with one thread: two beside each other, with the option and without, take turns of some decode steps, so that a busy moment of
 the machine meets both. With a delay, ranks see each other's part of a sum that much later, and have the processor until then. First the tokens of
-both are compared. Medians over all steps, in milliseconds; spread: the 10th and 90th percentile. Prints JSON. A folder with a config alone gets
-random weights.
+both are compared. Medians over all steps, in milliseconds; spread: the 10th and 90th percentile; sums_ms: what a step spends in the sums of its
+layers, and layers_ms in the rest of them. Prints JSON. A folder with a config alone gets random weights.
 """
 
 import argparse
@@ -34,6 +34,8 @@ from headrace.execution.ranks import LeaderRunner
 from headrace.execution.worker import ModelWorker
 from headrace.messages.requests import PromptContent, SampleTask
 from headrace.messages.step import ModelWorkerBatch, NewSequence, Worker
+from headrace.models.decoder import DecoderLM
+from headrace.models.spec import CausalLM
 from headrace.sampling.params import ResolvedSamplingParams
 
 LIMIT_S = 120.0
@@ -88,6 +90,7 @@ class Pair:
     """Two ranks, this process the first of them. start: of the next step, in each row."""
 
     worker: Worker
+    model: CausalLM
     group: SharedMemoryGroup
     room: int
     vocab_size: int
@@ -119,6 +122,11 @@ class Pair:
         self.start += 1
         return result.ids.tolist(), taken
 
+    def phase_seconds(self) -> dict[str, float]:
+        """See `DecoderLM.phase_seconds`; since the last call."""
+        assert isinstance(self.model, DecoderLM), self.model
+        return self.model.phase_seconds()
+
     def _entering(self, row: int, cached: int) -> NewSequence:
         tokens = np.random.default_rng(row).integers(0, self.vocab_size, cached + 1).astype(np.int32)
         return NewSequence(
@@ -147,7 +155,7 @@ def pair_of(options: argparse.Namespace, overlaps: bool) -> Iterator[Pair]:
         assert isinstance(worker.runner, LeaderRunner), worker.runner
         touch(worker.runner.runner.attention)
         assert args.context_length is not None
-        yield Pair(worker, group, args.context_length, info.vocab_size)
+        yield Pair(worker, worker.runner.runner.model, group, args.context_length, info.vocab_size)
     finally:
         worker.close()
         assert follower.wait(LIMIT_S) == 0
@@ -162,14 +170,28 @@ def measure(pairs: dict[str, Pair], options: argparse.Namespace) -> Iterator[dic
         assert ids["whole"] == ids["overlapped"], "the tokens differ"
         for delay_ms in options.delays_ms:
             taken: dict[str, list[float]] = {name: [] for name in pairs}
+            phases: dict[str, list[dict[str, float]]] = {name: [] for name in pairs}
             for number in range(options.rounds + 1):
                 for name, pair in list(pairs.items())[:: -1 if number % 2 else 1]:
                     pair.group.delay_sums(delay_ms / 1e3)
-                    times = [pair.step(rows)[1] for _ in range(STEPS)]
-                    taken[name] += times if number else []
-            found = {name: summary(times, rows) for name, times in taken.items()}
+                    pair.phase_seconds()
+                    for _ in range(STEPS):
+                        step = pair.step(rows)[1], pair.phase_seconds()
+                        if number:
+                            taken[name].append(step[0])
+                            phases[name].append(step[1])
+            found = {name: summary(times, rows) | in_layers(phases[name]) for name, times in taken.items()}
             gain = found["whole"]["median_ms"] / found["overlapped"]["median_ms"]
             yield {"rows": rows, "cached": cached, "delay_ms": delay_ms, **found, "gain": round(gain, 3)}
+
+
+def in_layers(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Empty where layers run op by op."""
+    if not steps[0]:
+        return {}
+    sums = statistics.median(step["reduce"] for step in steps)
+    layers = statistics.median(sum(step.values()) - step["reduce"] for step in steps)
+    return {"sums_ms": round(sums * 1e3, 2), "layers_ms": round(layers * 1e3, 2)}
 
 
 def summary(times: list[float], rows: int) -> dict[str, float]:
