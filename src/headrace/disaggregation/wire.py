@@ -289,7 +289,7 @@ def checksum(data: memoryview, sums: Sums | None = None) -> int:
     whole = len(data) // SUMMED_BYTES * SUMMED_BYTES
     if not whole:
         return zlib.crc32(data)
-    return zlib.crc32(data[whole:], zlib.crc32(sums_of(data) if sums is None else sums))
+    return zlib.crc32(data[whole:], zlib.crc32((sums_of(data) if sums is None else sums).data))
 
 
 def _expect(connection: Connection, kind: type[T]) -> T:
