@@ -9,9 +9,9 @@ stopped for STOPPED_S, or the router leaves; a stream must have the text of the 
 how long its decode server was stopped; afterwards the pools of servers that live must be whole. transfer: pages of two pools in two processes,
 without servers, beside a memcpy of the same bytes. rooms: 50 at once, and --rooms one after the other: memory, threads and descriptors of both
 schedulers. latency: gaps of 8 streams of --tokens while prompts of 7,900 tokens come one after the other, beside the streams alone, and beside one
-server, with and without --max-step-ms. control: these gaps beside prompts that a third server computes, whose KV goes nowhere, and beside a loop that
-takes a core and no memory, in --turns turns. routers: requests of many kinds on three routes to each --router in front of a pair, such as
-"smg launch", beside one server.
+server, with and without --max-step-ms. control: these gaps also with the prefill server at nice 10, beside prompts of a third server, whose KV goes
+nowhere, and beside a loop that takes a core and no memory, in --turns turns; as root. routers: requests of many kinds on three routes to each
+--router in front of a pair, such as "smg launch", beside one server.
 
 The servers of a pair have --num-threads 1 each, the server alone has 2. Parts may run one at a time: the report adds to that of the same file.
 """
@@ -547,17 +547,29 @@ def busy_loop() -> Iterator[None]:
             loop.kill()
 
 
+def renice(server: ServerProcess, niceness: int) -> None:
+    """Of all threads that it has; back to less takes root."""
+    for process in (server.process, *server.process.children(recursive=True)):
+        for thread in process.threads():
+            os.setpriority(os.PRIO_PROCESS, thread.id, niceness)
+
+
 async def control(model: str, options: Any) -> Any:
     source = random.Random(options.seed)
     asks: dict[str, Ask | None] = {"alone": None, "beside_a_loop": None}
     found: dict[str, list[float]] = {}
     longs, ratios = Counter[str](), dict[str, list[float]]()
     with Pair(model, PLAIN, options.backend) as pair, own_server(model, PLAIN) as other:
-        asks |= {"beside_other_server": partial(ask, other), "beside_prompts": pair.ask}
+        asks |= {
+            "beside_other_server": partial(ask, other),
+            "beside_prompts": pair.ask,
+            "beside_prompts_nice_10": pair.ask,
+        }
         for one in (pair.ask, partial(ask, other)):
             await one(body_of(source, 30, {}))
         for turn in range(options.turns):
             for name in sorted(asks, reverse=(turn + options.seed) % 2 == 1):
+                renice(pair.servers["prefill"], 10 if "nice" in name else 0)
                 with busy_loop() if name == "beside_a_loop" else nullcontext():
                     times, num_long = await gaps(pair.ask, options, source, asks[name])
                 found.setdefault(name, []).extend(times)
