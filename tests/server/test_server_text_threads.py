@@ -9,8 +9,9 @@ from fake_frontend import FakeFrontend, served_model
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, RequestError
+from headrace.server.body import INLINE_BODY_BYTES
 from headrace.server.context import ServerStatus, ServingContext
-from headrace.turns import Turns
+from headrace.turns import Turns, note_size
 
 
 @pytest.fixture
@@ -53,3 +54,12 @@ async def test_work_that_takes_too_long_is_the_requests_fault(context, gate):
 
     with pytest.raises(RequestError, match=r"took longer than 0\.01 s"):
         await context.in_text_thread(gate.wait)
+
+
+async def test_what_is_made_of_a_large_body_is_made_beside_the_loop(context):
+    async def thread_for(num_bytes):
+        note_size(num_bytes)
+        return await context.beside_others(threading.current_thread)
+
+    assert await thread_for(INLINE_BODY_BYTES) is threading.current_thread()
+    assert await thread_for(INLINE_BODY_BYTES + 1) is not threading.current_thread()

@@ -18,11 +18,11 @@ from headrace.media_kinds import MediaKind, MediaRefs
 from headrace.messages.control import ReadyInfo
 from headrace.messages.media import NO_MEDIA_SUPPORT, MediaSupport
 from headrace.parsers.registry import OutputFormat
-from headrace.server.body import Bodies
+from headrace.server.body import INLINE_BODY_BYTES, Bodies
 from headrace.server.request_frontend import RequestFrontend
 from headrace.text.chat_templates import ChatTemplate
 from headrace.text.tokenizers import Tokenizer
-from headrace.turns import Turns
+from headrace.turns import Turns, asking
 
 T = TypeVar("T")
 TEXT_WORK_LIMIT_S = 10.0
@@ -218,6 +218,10 @@ class ServingContext:
         Raises CapacityError when that is not within `TEXT_WAIT_LIMIT_S`, RequestError when the work itself takes longer than `TEXT_WORK_LIMIT_S`.
         """
         return await self.text_threads.run(work)
+
+    async def beside_others(self, work: Callable[[], T]) -> T:
+        """`work()`, which takes as long as the body of the request is large: in a thread unless that is small. Raises as `in_text_thread` does."""
+        return work() if asking().num_bytes <= INLINE_BODY_BYTES else await self.in_text_thread(work)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from headrace.frontend.slots import slot_of
 from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.server.chat.calls import ChatCall, chat_call
 from headrace.server.chat.choice_stream import ChoiceStream, FoldedReply, fold
-from headrace.server.chat.conversation import refused, unsupported
+from headrace.server.chat.conversation import Conversation, refused, unsupported
 from headrace.server.chat.custom_tools import InputReader, input_of
 from headrace.server.context import Asker
 from headrace.server.http import encode_json
@@ -82,12 +82,17 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         check_num_logprobs("top_logprobs", request.top_logprobs)
 
     async def convert(self, request: ChatCompletionRequest) -> ChatGeneration:
-        self._check(request)
         context_length = self.context.model.context_length
+
+        def read() -> Conversation:
+            self._check(request)
+            return conversation_of(request, context_length)
+
+        conversation = await self.context.beside_others(read)
         generation_id = self.new_id(request)
         chat = await chat_call(
             self.context,
-            conversation_of(request, context_length),
+            conversation,
             request.sampling_params(request.max_new_tokens),
             shorten=lambda ids: request.truncated(ids, context_length),
             rid=generation_id,
