@@ -169,10 +169,11 @@ def test_pages_of_a_layout_that_is_not_known_are_not_converted():
 
 @pytest.mark.parametrize("head_dim", [16, 17])  # with 17, a layer of a page does not end with a line of 64 bytes
 def test_pages_for_another_process_are_the_same_and_have_their_sums(head_dim: int) -> None:
-    size = 40 * 16, 3, head_dim
-    pool = KvPool([torch.randn(size).bfloat16()], [torch.randn(size).bfloat16()], 40 * 16, 16)
-    pages, order = PoolPages(pool, list, dict), torch.randperm(40).tolist()
-    into = memoryview(bytearray(40 * pages.page_bytes))
+    count = 39  # so that something is left after whole blocks of 4,096 bytes
+    size = count * 16, 3, head_dim
+    pool = KvPool([torch.randn(size).bfloat16()], [torch.randn(size).bfloat16()], count * 16, 16)
+    pages, order = PoolPages(pool, list, dict), torch.randperm(count).tolist()
+    into = memoryview(bytearray(count * pages.page_bytes))
 
     sums = pages.read_into(order, into)
 

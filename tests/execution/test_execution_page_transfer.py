@@ -10,6 +10,7 @@ from headrace.attention.base import KvPool
 from headrace.execution import page_transfer, weight_files
 from headrace.execution.page_transfer import PoolPages
 from headrace.kernels import cpu as native_cpu
+from headrace.messages.step import sums_of
 
 PROMPT = prompt(40, 1)
 
@@ -63,7 +64,9 @@ def test_bytes_of_pages_are_those_of_their_layers(monkeypatch, shape, is_native)
     want = torch.cat([row for number in numbers for row in rows(number)]).numpy().tobytes()
     assert pages.read(numbers) == want
     into = memoryview(bytearray(len(want)))
-    assert pages.read(numbers, into) == into == want
+    sums = pages.read_into(numbers, into)
+    assert into == want
+    assert sums.tolist() == sums_of(into).tolist()
 
     given = memoryview(bytearray(torch.randint(0, 256, (len(want),), dtype=torch.uint8).numpy()))
     pages.write(numbers, given)
@@ -79,7 +82,7 @@ def test_bytes_of_pages_are_those_of_their_layers(monkeypatch, shape, is_native)
         with pytest.raises(IndexError):
             call()
     with pytest.raises((ValueError, RuntimeError)):
-        pages.read(numbers, into[: 2 * pages.page_bytes])
+        pages.read_into(numbers, into[: 2 * pages.page_bytes])
     with pytest.raises((ValueError, RuntimeError)):
         pages.write(numbers, given[: 2 * pages.page_bytes])
 

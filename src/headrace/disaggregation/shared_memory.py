@@ -20,7 +20,7 @@ FOLDER = Path("/dev/shm")
 _PREFIX = "headrace-kv-"
 _BYTES = 32 << 20
 _MOST_PARTS = 4
-"""Few, so that what one side has written is still in the processor's cache when the other copies it."""
+"""So that one side can write the next ones while the other copies."""
 
 
 class Ring:

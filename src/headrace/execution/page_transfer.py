@@ -83,7 +83,7 @@ class PoolPages:
         pairs = itertools.chain.from_iterable(zip(one.k, one.v, strict=True) for one in pools)
         layers = [tensor.view(num_pages, -1).view(torch.uint8) for pair in pairs for tensor in pair]
         self.page_bytes = sum(layer.shape[1] for layer in layers)
-        self._draft = draft
+        self._draft, self._draft_hash = draft, ""
         self._draft_bytes = sum(layer.shape[1] for layer in layers[2 * len(pool.k) :])
         # Rows are copied element by element: eight bytes at a time take a third of the time of one.
         wide = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -140,9 +140,11 @@ class PoolPages:
         """Empty without a draft model; see `PageTransfer.facts`."""
         if self._draft is None:
             return {}
-        weights = [self._digest(keeper.kept()) for keeper in self._draft.keepers]
+        if not self._draft_hash:  # nothing updates a draft model
+            weights = [self._digest(keeper.kept()) for keeper in self._draft.keepers]
+            self._draft_hash = _hash([self._draft.facts, weights])
         page = [len(self._draft.pool.k), self._draft_bytes]
-        return {"draft": _hash([self._draft.facts, weights]), "draft_page": json.dumps(page)}
+        return {"draft": self._draft_hash, "draft_page": json.dumps(page)}
 
     def _names(self) -> list[str]:
         return [f"{weight.name} {weight.shape} {weight.tied_name}" for weight in self._weights()]
@@ -194,8 +196,9 @@ class PoolPages:
         if self._copy is None or any(size % _LINE_BYTES for size in self._places[1]):
             into[:] = self.read(pages)
             return sums_of(into)
+        rows = np.frombuffer(into, np.uint8).reshape(len(pages), self.page_bytes)
         sums = np.zeros(len(into) // SUMMED_BYTES + 1, np.uint64)
-        self._copy(*self._places, list(pages), np.frombuffer(into, np.uint8).ctypes.data, False, sums.ctypes.data)
+        self._copy(*self._places, list(pages), rows.ctypes.data, False, sums.ctypes.data)
         return sums[:-1]
 
     @torch.inference_mode()

@@ -167,7 +167,7 @@ def _plan(
         if num_tokens == 0 or (args.context_length is not None and num_tokens < context_length):
             raise ConfigError(
                 f"memory has room for {num_tokens} KV tokens ({reason}), but a sequence may have {context_length} tokens; "
-                "raise --mem-fraction-static, or lower --context-length"
+                "raise --mem-fraction-static, lower --context-length, or choose a smaller --kv-cache-dtype"
             )
     if num_tokens < context_length:
         decisions.append(f"context_length {num_tokens}: the KV cache has no room for longer sequences")
