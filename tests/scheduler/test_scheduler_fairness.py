@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.messages.control import AbortReq
+from headrace.scheduler import retract
 from headrace.scheduler.fairness import WINDOW_S
+from headrace.scheduler.retract import MAX_PREEMPTIONS
 
 LONG = {"max_new_tokens": 12, "ignore_eos": True}
 
@@ -280,6 +282,73 @@ def test_where_the_cache_is_full_the_one_above_its_share_gives_way_though_anothe
     assert rig.rows["b0"][-1].stats.num_retractions == 0
     rig.drain()
     rig.check_idle()
+
+
+def test_what_many_samples_share_counts_once():
+    rig = wide_rig(num_pages=1000, max_running=20)
+    for i in range(16):
+        rig.add(f"c{i}", prompt(200 + i), tenant="c", max_new_tokens=60, ignore_eos=True)
+    for _ in range(3):
+        rig.turn()
+    for i in range(4):
+        rig.add(f"a{i}", prompt(1, 200), tenant="a", group="a", max_new_tokens=60, ignore_eos=True)
+    for _ in range(8):
+        rig.turn()
+    for i in range(6):
+        rig.add(f"b{i}", prompt(99 + i), tenant="b", max_new_tokens=8, ignore_eos=True)
+    for _ in range(8):
+        rig.turn()
+
+    assert {rid[0] for rid in retracted(rig)} == {"c"}
+    assert Counter(req.asked.tenant for req in rig.state.running)["a"] == 4
+
+
+@pytest.mark.parametrize("radix", [True, False])
+def test_the_oldest_of_a_tenant_above_its_share_comes_to_its_end(radix: bool):
+    rig = Rig(num_pages=100, max_running=8, chunk=64, step_tokens=128, radix=radix)
+    rig.add("a0", prompt(1, 45), tenant="a", max_new_tokens=50, ignore_eos=True)
+    rig.turn()
+    count = 0
+    while "a0" not in rig.finish and count < 100:
+        rig.state.ratio.scale(0.01)  # so little is reserved for outputs that the pool runs full
+        if sum(rid.startswith("b") for rid in rig.state.by_rid) < 3:
+            rig.add(f"b{count}", prompt(100 + count, 5), tenant="b", max_new_tokens=30, ignore_eos=True)
+            count += 1
+        rig.turn()
+
+    assert rig.rows["a0"][-1].stats.num_retractions <= MAX_PREEMPTIONS
+
+
+def test_what_the_server_and_its_operator_ask_is_outside_of_all_shares():
+    rig = wide_rig(num_pages=20_000, max_running=16)
+    rig.add("probe", prompt(99), tenant="", max_new_tokens=2)
+    turns_until(rig, "probe")
+    flooded(rig, 20)
+    assert len(rig.state.running) == 16, "nothing is kept for it"
+    for i in range(4):
+        rig.add(f"s{i}", prompt(50 + i), tenant="", **FLOOD)
+    for _ in range(4):
+        rig.turn()
+    assert not retracted(rig)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "priority"])
+def test_what_may_not_begin_takes_no_place_from_what_may(policy: str):
+    """While requests that have begun come to their end, of a tenant with many behind the gate."""
+    rig = Rig(num_pages=2000, max_running=8, chunk=64, step_tokens=128, policy=policy, overlap=False)
+    rig.add("old", prompt(1), tenant="a", max_new_tokens=40, ignore_eos=True, priority=0)
+    for _ in range(8):
+        rig.turn()
+    for i in range(30):
+        rig.add(f"a{i}", prompt(10 + i), tenant="a", priority=5, **LONG)
+    rig.add("b", prompt(6), tenant="b", max_new_tokens=2)
+    rig.state.gate.draining = True
+    req = rig.state.by_rid["old"]
+    while req.num_in_flight:
+        rig.turn()
+    retract.preempt(rig.state, [req])
+
+    assert turns_until(rig, "old") < 60
 
 
 @settings(max_examples=200, deadline=None)

@@ -149,21 +149,22 @@ class _Presence:
 
 
 class Shares:
-    """What each tenant that is present holds and may hold. num_places: samples that may run at a time."""
+    """What each tenant that is present holds and may hold. The one without a name, the operator's and the server's own, is outside of them."""
 
     def __init__(self) -> None:
         self._present: dict[str, _Presence] = {}
         self._total_weight = 0.0
         self._num_places = 0
+        self._num_wanted = 0  # of all, see `_wanted`
         self._window_end_s = 0.0
         self._held: Counter[str] = Counter()
 
     def look(self, running: Sequence[Req], waiting: WaitingQueue, num_places: int, now_s: float) -> None:
-        """Count anew; at the begin of a plan in which somebody waits."""
+        """Count anew; at the begin of a plan in which somebody waits. num_places: samples that may run at a time."""
         self._num_places = num_places
         self._held = Counter(req.asked.tenant for req in running if req.finish is None)
-        here = self._held.keys() | waiting.tenants
-        if not self.are_several and len(here) == 1 and here == self._present.keys():
+        here = (self._held.keys() | waiting.tenants) - {""}
+        if not self.are_several and len(here) <= 1 and here == self._present.keys():
             return
         if now_s >= self._window_end_s:
             is_next = now_s < self._window_end_s + WINDOW_S
@@ -172,11 +173,16 @@ class Shares:
             }
             self._window_end_s = now_s + WINDOW_S
         for req in (*running, *waiting.heads()):
-            self._present.setdefault(req.asked.tenant, _Presence(1.0)).weight = req.asked.weight
+            tenant, weight = req.asked.tenant, req.asked.weight
+            if tenant in self._present:
+                self._present[tenant].weight = weight
+            elif tenant in here:
+                self._present[tenant] = _Presence(weight)
         for tenant in here:
             one = self._present[tenant]
             one.most = max(one.most, self._held[tenant] + waiting.num_of(tenant))
         self._total_weight = sum(one.weight for one in self._present.values())
+        self._num_wanted = sum(map(self._wanted, self._present))
 
     @property
     def are_several(self) -> bool:
@@ -195,23 +201,25 @@ class Shares:
 
     def num_left(self, tenant: str) -> int:
         """Of its share, the places that it does not hold."""
-        return self.places(tenant) - self._held[tenant]
+        return self.places(tenant) - self._held[tenant] if tenant else 0
 
     def is_below(self, tenant: str) -> bool:
         return self.num_left(tenant) > 0
 
     def begin(self, tenant: str) -> None:
         """One of its samples has got a place."""
+        self._num_wanted -= self._wanted(tenant)
         self._held[tenant] += 1
+        self._num_wanted += self._wanted(tenant)
 
-    def may_take(self, tenant: str, num_free: int) -> int:
-        """Of the free places, those that it may take now."""
-        if not self.are_several:
-            return num_free
-        wanted = (
-            min(self.places(other), one.places) - self._held[other]
-            for other, one in self._present.items()
-            if other != tenant
-        )
-        kept = min(sum(max(0, count) for count in wanted), self._num_places // KEPT_PART)
-        return min(num_free, max(num_free - kept, self.num_left(tenant), 0))
+    def may_take(self, tenant: str, num_free: int) -> bool:
+        """Whether it may take one of the free places now."""
+        if not tenant or not self.are_several:
+            return num_free > 0
+        kept = min(self._num_wanted - self._wanted(tenant), self._num_places // KEPT_PART)
+        return num_free > kept or (num_free > 0 and self.is_below(tenant))
+
+    def _wanted(self, tenant: str) -> int:
+        """Of the places that it has used lately, within its share, those that it does not hold."""
+        one = self._present.get(tenant)
+        return 0 if one is None else max(0, min(self.places(tenant), one.places) - self._held[tenant])

@@ -7,7 +7,7 @@ by order, so that nobody is passed over for ever. All this is one mixed step (ch
 
 import math
 from collections.abc import Collection, Iterator, Sequence, Set
-from itertools import islice
+from itertools import islice, takewhile
 
 from headrace.cache.radix_cache import TOKEN_BYTES
 from headrace.messages.step import MOST_VERIFIED, NewSequence
@@ -43,7 +43,7 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     state.encodings.begin_plan()
     batch = ScheduleBatch(state.next_step, state.kv.page_size, now_s)
     if state.waiting:
-        state.shares.look(state.running, state.waiting, _most_running(state), now_s)
+        state.shares.look(state.running, state.waiting, state.num_places, now_s)
     making_way = _making_way(state) if state.waiting else None
     victims = making_way.victims if making_way is not None else ()
     num_parts = len(state.kv.parts)
@@ -57,12 +57,14 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
             catching_up, passed = _shorter_first(state, batch, catching_up, prompts, full)
         else:
             passed = None
+        if making_way is not None and making_way.for_tenant:
+            _put_first(state, batch, making_way, prompts)
         for req in catching_up:
             if not _add_chunk(state, batch, req, prompts):
                 full.add(req.part)
-        if making_way is not None:
+        if making_way is not None and not making_way.for_tenant:
             _put_first(state, batch, making_way, prompts)
-        elif len(full) < num_parts and state.waiting and _has_place(state):
+        elif making_way is None and len(full) < num_parts and state.waiting and _has_place(state):
             _admit(state, batch, _order(state), prompts, full)
         state.passed = "" if passed is None or passed in _added(batch) else passed.rid
         _note_expected_time(state, batch, prompts)
@@ -315,6 +317,8 @@ def _admit(
     while not prompts.is_spent and _has_place(state) and (req := next(order, None)) is not None:
         if (state.gate.draining and not has_begun(state, req)) or _waits_for_prefix(state, req):
             continue
+        if not _may_take(state, req):
+            continue
         part = _choose_part(state, req, reserved, full)
         if part is None:
             break
@@ -409,10 +413,6 @@ def _num_places(state: SchedulerState) -> int:
     return min(state.kv.num_free_seqs, state.config.max_running - len(state.running))
 
 
-def _most_running(state: SchedulerState) -> int:
-    return min(state.kv.max_seqs, state.config.max_running)
-
-
 def _order(state: SchedulerState) -> Iterator[Req]:
     """What waits, in the order in which it is admitted."""
     if not state.waiting:
@@ -422,8 +422,11 @@ def _order(state: SchedulerState) -> Iterator[Req]:
 
 def _may_begin(state: SchedulerState, tenant: str) -> Iterator[Req]:
     """What waits of one tenant, as far as there are places that it may take."""
-    order = _own_order(state, tenant)
-    return islice(order, state.shares.may_take(tenant, _num_places(state))) if state.shares.are_several else order
+    return takewhile(lambda req: _may_take(state, req), _own_order(state, tenant))
+
+
+def _may_take(state: SchedulerState, req: Req) -> bool:
+    return state.shares.may_take(req.asked.tenant, _num_places(state))
 
 
 def _own_order(state: SchedulerState, tenant: str) -> Iterator[Req]:

@@ -6,7 +6,7 @@ Preemption, each request at most MAX_PREEMPTIONS times:
 - by a waiting request of much higher priority (--enable-priority-preemption): it uses the priorities that clients gave, without ageing, and a
   difference of at least the threshold, so that of two requests only one can ever displace the other; and only requests of the same tenant are.
 - by a tenant that waits and has less than its share of places and of the KV cache (`fairness.Shares`): the youngest requests of those that have
-  more. None falls below its own share by that, so two tenants do not displace one another by turns.
+  more. None falls below its own share of places by that, so two tenants do not displace one another by turns.
 
 Draining: every request keeps to one version of the weights, and all samples of a prompt to the one that the first of them started with. While the
 gate drains, the planner admits only such samples; once none is left, an operation such as a weight update may take effect.
@@ -14,10 +14,10 @@ gate drains, the planner admits only such samples; once none is left, an operati
 Runs in the scheduler's thread.
 """
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 from headrace.log import get_logger
 from headrace.messages.outputs import FinishReason
@@ -29,6 +29,9 @@ logger = get_logger(__name__)
 
 MAX_PREEMPTIONS = 3
 """A request that has been displaced this many times keeps its place."""
+
+MOST_TRIED = 4
+"""So many tenants below their shares, the next ones, are looked at for one that others can make way for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +46,9 @@ class Preemption:
 def make_room(state: SchedulerState, wanting: Req) -> bool:
     """Retract one request to free pages for `wanting`. No step in flight may use a request of its part of the KV cache.
 
-    The victim is the least important running request of the part (of a tenant above its share of the KV cache, if one is; lowest priority, then
-    latest arrival), so that the oldest always progresses. It may be `wanting` itself; if that is alone, pins give way to it, one at a time, and
-    without any it can never fit and ends here.
+    The victim is the least important running request of the part, so that the oldest always progresses: of a tenant above its share of the KV cache,
+    if one is (unless it was retracted MAX_PREEMPTIONS times), then of the lowest priority, then the latest. It may be `wanting` itself; if that is
+    alone, pins give way to it, one at a time, and without any it can never fit and ends here.
     Returns False when `wanting` was retracted or has ended.
     """
     candidates = [req for req in state.running if req.finish is None and req.seq >= 0 and req.part == wanting.part]
@@ -61,9 +64,12 @@ def make_room(state: SchedulerState, wanting: Req) -> bool:
         state.ended.append(wanting)
         return False
     above = _above_share(state, wanting.part)
-    victim = min(
-        candidates, key=lambda r: (r.asked.tenant not in above, effective_priority(r, r.arrived_s, 0.0), -r.order)
-    )
+
+    def importance(req: Req) -> tuple[bool, float, int]:
+        stays = req.asked.tenant not in above or req.num_retractions >= MAX_PREEMPTIONS
+        return stays, effective_priority(req, req.arrived_s, 0.0), -req.order
+
+    victim = min(candidates, key=importance)
     _retract(state, victim)
     state.ratio.retracted(req for req in candidates if req is not victim)
     return victim is not wanting
@@ -119,14 +125,17 @@ def choose_victims(state: SchedulerState, next_of: Callable[[str], Req]) -> Pree
             return Preemption(first, victims)
     if not state.shares.are_several:
         return None
-    below = next(filter(state.shares.is_below, state.fair_share.by_turns(state.waiting.tenants)), None)
-    return None if below is None else _way_for_tenant(state, below, next_of(below))
+    below = islice(filter(state.shares.is_below, state.fair_share.by_turns(state.waiting.tenants)), MOST_TRIED)
+    return next(filter(None, (_way_for_tenant(state, tenant, next_of) for tenant in below)), None)
 
 
-def _way_for_tenant(state: SchedulerState, tenant: str, first: Req) -> Preemption | None:
+def _way_for_tenant(state: SchedulerState, tenant: str, next_of: Callable[[str], Req]) -> Preemption | None:
     """For all that waits of a tenant, as far as its share of places goes, if the first of it can be admitted then."""
     candidates = sorted(_more_than_share(state, tenant), key=_least_important)
-    victims = _fewest_victims(state, first, candidates) if candidates else None
+    if not candidates:
+        return None
+    first = next_of(tenant)
+    victims = _fewest_victims(state, first, candidates)
     if victims is None:
         return None
     missing = min(state.waiting.num_of(tenant), state.shares.num_left(tenant)) - state.shares.num_free
@@ -152,10 +161,11 @@ def _more_than_share(state: SchedulerState, wanting: str) -> list[Req]:
     if wanting in above:
         return []
     found: list[Req] = []
+    holders = _holders(state.running)
     num_left = Counter(req.asked.tenant for req in state.running if req.finish is None)
     for req in sorted(state.running, key=lambda r: -r.order):
         tenant = req.asked.tenant
-        if tenant == wanting or req.finish is not None or req.num_preemptions >= MAX_PREEMPTIONS:
+        if tenant in ("", wanting) or req.finish is not None or req.num_preemptions >= MAX_PREEMPTIONS:
             continue
         if state.fair_share.has_had_more(wanting, tenant):
             continue
@@ -163,7 +173,7 @@ def _more_than_share(state: SchedulerState, wanting: str) -> list[Req]:
             found.append(req)
             num_left[tenant] -= 1
             if tenant in above:
-                above[tenant] -= held_tokens(state, req)
+                above[tenant] -= _freed_tokens(state, holders, req)
     return found
 
 
@@ -171,32 +181,39 @@ def _above_share(state: SchedulerState, part: int | None = None) -> dict[str, in
     """How many tokens those have too many who have more than their share of the KV cache, or of a part of it."""
     if not state.shares.are_several:
         return {}
-    held: Counter[str] = Counter()
+    pages: defaultdict[str, set[int]] = defaultdict(set)
     for req in state.running:
-        if req.finish is None and part in (None, req.part):
-            held[req.asked.tenant] += held_tokens(state, req)
+        if req.finish is None and req.asked.tenant and part in (None, req.part):
+            pages[req.asked.tenant].update(req.pages)  # those that several samples have count once
     total = state.kv.total_tokens if part is None else state.kv.part_tokens
+    held = {tenant: len(own) * state.kv.page_size for tenant, own in pages.items()}
     too_many = {tenant: count - int(state.shares.part(tenant) * total) for tenant, count in held.items()}
     return {tenant: count for tenant, count in too_many.items() if count > 0}
 
 
-def held_tokens(state: SchedulerState, req: Req) -> int:
-    """Tokens of the KV cache that a running request holds and is expected to need."""
-    return len(req.pages) * state.kv.page_size + expected_tokens(state, req)
+def _holders(running: Iterable[Req]) -> Counter[int]:
+    """Of each page, the number of requests that have it."""
+    return Counter(chain.from_iterable(req.pages for req in running if req.finish is None))
+
+
+def _freed_tokens(state: SchedulerState, holders: Counter[int], req: Req) -> int:
+    """Tokens of the pages that nobody has any more without the request, which is taken out of `holders`."""
+    holders.subtract(req.pages)
+    return sum(holders[page] == 0 for page in req.pages) * state.kv.page_size
 
 
 def _victims(state: SchedulerState, first: Req, candidates: list[Req], part: int) -> tuple[Req, ...] | None:
     """Those who have to go so that `first` can be admitted to a part of the KV cache; None: not even all of them would be enough."""
     places, tokens = _missing(state, first, part)
     victims: list[Req] = []
+    holders = _holders(state.running) if tokens > 0 else Counter[int]()
     # Tokens are freed only by those of the part, a place by anyone.
     for req in [req for req in candidates if req.part == part] if tokens > 0 else candidates:
         if places <= 0 and tokens <= 0:
             break
         victims.append(req)
         places -= 1
-        # An upper bound: other requests may lease some of its pages.
-        tokens -= held_tokens(state, req)
+        tokens -= _freed_tokens(state, holders, req) + expected_tokens(state, req)
     return tuple(victims) if places <= 0 and tokens <= 0 else None
 
 
@@ -214,7 +231,7 @@ def _missing(state: SchedulerState, first: Req, part: int) -> tuple[int, int]:
     kv = state.kv
     # Requests that have ended free their places when no step uses them any more.
     running = [req for req in state.running if req.finish is None]
-    places = 1 - (min(kv.max_seqs, state.config.max_running) - len(running))
+    places = 1 - (state.num_places - len(running))
     match = kv.match(first, part)
     needed = expected_tokens(state, first, match.num_tokens)
     room = kv.available_tokens(part) - sum(expected_tokens(state, req) for req in running if req.part == part)

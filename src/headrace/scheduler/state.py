@@ -263,6 +263,11 @@ class SchedulerState:
         self.pins = Pins(self.kv, self.config.pin_share)
 
     @property
+    def num_places(self) -> int:
+        """Samples that may run at a time."""
+        return min(self.kv.max_seqs, self.config.max_running)
+
+    @property
     def weight_version(self) -> str:
         return self.kv.weights.name
 
