@@ -60,32 +60,38 @@ def asking() -> Asked:
 
 @dataclass(slots=True)
 class Shares:
-    """What is held until its holder gives it back. most: of all tenants. always: an item of at most so much is never refused.
+    """What is held until its holder gives it back. most: of all tenants. always: so much of each item is never refused, and not counted.
 
-    A tenant may hold at most `OWN_PER_FREE` times what is free, so that there is always room for another: the dynamic threshold of A. K. Choudhury
+    A tenant may hold at most `own_per_free` times what is free, so that there is always room for another: the dynamic threshold of A. K. Choudhury
     and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
     """
 
     most: int
     always: int = 0
+    own_per_free: int = OWN_PER_FREE
     held: int = 0
     _own: dict[str, int] = field(default_factory=dict)
 
     def take(self, tenant: str, amount: int, of_item: int = 0) -> bool:
         """Hold `amount` more, for an item of which `of_item` is held already. False if that is above the tenant's share; then nothing changes."""
+        amount = self._counted(of_item + amount) - self._counted(of_item)
         own, left = self._own.get(tenant, 0), self.most - self.held - amount
-        is_free = of_item + amount <= self.always
-        if not is_free and (left < 0 or (tenant and own + amount > OWN_PER_FREE * left)):
+        if amount and (left < 0 or (tenant and own + amount > self.own_per_free * left)):
             return False
         self.held += amount
         self._own[tenant] = own + amount
         return True
 
-    def give_back(self, tenant: str, amount: int) -> None:
+    def give_back(self, tenant: str, of_item: int) -> None:
+        """An item of which `of_item` is held is gone."""
+        amount = self._counted(of_item)
         self.held -= amount
         own = self._own.pop(tenant, 0) - amount
         if own > 0:
             self._own[tenant] = own
+
+    def _counted(self, of_item: int) -> int:
+        return max(0, of_item - self.always)
 
 
 @dataclass(slots=True, eq=False)

@@ -73,7 +73,7 @@ def test_more_running_than_slots_are_no_room_for_waiting():
         queue.check(1, 0.0)
 
 
-def test_no_key_fills_the_queue():
+def test_nobody_fills_the_queue():
     queue = SampleQueue(num_slots=10, max_waiting=90)
     held: dict[str, int] = {}
 
@@ -88,10 +88,10 @@ def test_no_key_fills_the_queue():
             held[key] = held.get(key, 0) + 1
 
     assert [take(key) for key in "abc"] == [80, 16, 3], "there is room for one more key, whoever came before"
-    with pytest.raises(CapacityError, match="places left for other keys") as own:
+    with pytest.raises(CapacityError, match="places left for others") as own:
         queue.check(1, 0.0, held["a"])
     assert own.value.status_code == 429
-    queue.check(1, 0.0)  # where there is one key, all of the queue is its own
+    assert take("d") == 1
     with pytest.raises(CapacityError, match="queue is full") as full:
-        queue.check(2, 0.0, 0)
+        queue.check(1, 0.0, 0)
     assert full.value.status_code == 503

@@ -4,7 +4,7 @@ import pytest
 
 from headrace.errors import CapacityError, ExecutionError, RequestError
 from headrace.frontend.request_state import Adapter, CallState, ReqState
-from headrace.frontend.sample_table import MAX_GIVEN_BYTES, SampleQueue, SampleTable
+from headrace.frontend.sample_table import ALONE_S, MAX_GIVEN_BYTES, SampleQueue, SampleTable
 from headrace.frontend.tenants import Tenant, TenantLimits
 
 
@@ -85,6 +85,35 @@ def test_a_call_for_which_there_is_no_room_changes_nothing(limits, status):
     assert caught.value.status_code == status
     assert table.is_empty
     assert (table.queue.num_queued, tenant.num_live, tenant.num_queued) == (0, 0, 0)
+
+
+def fill(table, turn, now_s, most=100):
+    """How many samples more may queue for a client."""
+    for number in range(most):
+        call = make_call(f"{turn}/{now_s}/{number}")
+        call.turn = turn
+        try:
+            table.enter(call, "", now_s)
+        except CapacityError:
+            return number
+    return most
+
+
+def test_a_client_without_a_key_leaves_room_for_those_with_one():
+    table = SampleTable(SampleQueue(num_slots=10, max_waiting=90, has_keys=True))
+    assert [fill(table, turn, 0.0) for turn in ("@192.0.2.7", "key", "")] == [80, 16, 4]
+
+
+def test_clients_without_keys_leave_room_for_each_other_but_one_alone_may_have_all():
+    table = make_table(num_slots=10, max_waiting=90)
+    assert fill(table, "@a", 0.0) == 100
+    assert fill(table, "@b", 1.0) == 0
+    for sample in [*table.samples.values()][:50]:
+        table.begin(sample, 2.0)
+    table.queue.num_slots += 50  # as if those had left
+    assert fill(table, "@a", 2.0) == 30
+    assert fill(table, "@b", 3.0) == 16
+    assert fill(table, "@b", 3.0 + ALONE_S) == 4
 
 
 def test_a_sample_runs_from_its_first_token_and_is_counted_once():

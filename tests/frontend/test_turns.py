@@ -180,9 +180,19 @@ def test_nobody_holds_so_much_that_another_has_no_room():
     assert shares.take("b", 150)
     assert not shares.take("b", 50)
     assert not shares.take("a", 1, of_item=10)
-    assert shares.take("a", 10)
-    assert shares.take("", 40)
+    assert shares.take("", 70)
     assert not shares.take("", 1, of_item=10)
     shares.give_back("a", held + 10)
-    assert shares.take("a", held // 2)
-    assert shares.held == 150 + 40 + held // 2
+    assert shares.take("a", held // 2, of_item=10)
+    assert shares.held == 140 + 60 + held // 2
+
+
+def test_what_is_never_refused_takes_no_room():
+    """Many small bodies, which one client begins and never ends, are no reason to refuse those of others."""
+    shares = Shares(1000, always=10)
+    for _ in range(200):
+        assert shares.take("a", 10)
+    assert shares.take("b", 800)
+    shares.give_back("a", 10)
+    shares.give_back("b", 800)
+    assert shares.held == 0

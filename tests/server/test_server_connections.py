@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -204,8 +205,8 @@ def test_what_is_no_http_or_too_much_of_it_is_refused(server: Running, sent: byt
 
 
 def test_connections_beyond_a_share_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """One address, or one key, has four fifths. What belongs to a key is none of its address's, so those of other keys on a machine have room."""
-    monkeypatch.setattr(listener, "max_connections", lambda: 10)
+    """One address, or one key, has 16 of 17. What belongs to a key is none of its address's, so those of other keys on a machine have room."""
+    monkeypatch.setattr(listener, "max_connections", lambda: 34)
     keys = tmp_path / "keys.json"
     keys.write_text(json.dumps({"keys": [{"name": name, "key": f"secret-{name}"} for name in "ab"]}))
     with running_server(api_key_file=str(keys)) as running, ExitStack() as stack:
@@ -217,7 +218,7 @@ def test_connections_beyond_a_share_are_told_to_come_back(monkeypatch: pytest.Mo
             )
             return read_reply(sock)
 
-        for _ in range(8):
+        for _ in range(32):
             assert ask("a").startswith(b"HTTP/1.1 200")
         refused = ask("a")
         assert refused.startswith(b"HTTP/1.1 503")
@@ -237,8 +238,26 @@ def test_a_body_that_trickles_is_not_kept(server: Running, monkeypatch: pytest.M
         sock.sendall(head("/generate", 1 << 20) + b" " * (SMALL_BODY_BYTES + 1))
         answer = read_all(sock)
         assert answer.startswith(b"HTTP/1.1 408")
-        assert b"slower than 16 KiB a second" in answer
+        assert b"slower than 4 KiB a second" in answer
     assert not server.frontend.calls
+
+
+def test_a_body_that_stalls_once_is_read(server: Running, monkeypatch: pytest.MonkeyPatch):
+    check, checked = listener.LimitedProtocol._check_rate, threading.Event()
+
+    def first(protocol: listener.LimitedProtocol) -> None:
+        monkeypatch.setattr(listener, "BODY_WINDOW_S", 30.0)  # of the next
+        check(protocol)
+        checked.set()
+
+    monkeypatch.setattr(listener, "BODY_WINDOW_S", 0.05)
+    monkeypatch.setattr(listener.LimitedProtocol, "_check_rate", first)
+    with raw(server) as sock:
+        content = json.dumps(BODIES["/generate"]).encode()
+        sock.sendall(head("/generate", 1 << 20) + b" " * (SMALL_BODY_BYTES + 1))
+        assert checked.wait(20)
+        sock.sendall(content.rjust((1 << 20) - SMALL_BODY_BYTES - 1))
+        assert read_reply(sock).startswith(b"HTTP/1.1 200")
 
 
 def test_a_client_that_never_reads_is_cut_off(server: Running, monkeypatch: pytest.MonkeyPatch):

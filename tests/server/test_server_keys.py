@@ -210,7 +210,10 @@ async def test_whose_turn_a_request_takes(tmp_path):
     assert await turn("192.0.2.7") == await turn("::ffff:192.0.2.7") == "@192.0.2.7"
     assert await turn("2001:db8:1:2:3::4") == await turn("2001:db8:1:2::9") == "@2001:db8:1:2::/64"
     assert await turn("192.0.2.7", "all", "198.51.100.1") == "@192.0.2.7"
-    assert await turn("10.1.1.1", "all", "203.0.113.9, 198.51.100.1", "10.3.3.3, junk") == "@198.51.100.1"
+    assert await turn("10.1.1.1", "all", "203.0.113.9, 198.51.100.1", "10.3.3.3") == "@198.51.100.1"
+    assert await turn("10.1.1.1", "all", "203.0.113.9, 198.51.100.1:5555") == "@198.51.100.1"
+    assert await turn("10.1.1.1", "all", "203.0.113.9, [2001:db8::1]:443, 10.3.3.3:80") == "@2001:db8::/64"
+    assert await turn("10.1.1.1", "all", "203.0.113.9, unknown", "10.3.3.3") == "@10.1.1.1", "the client wrote the rest"
     assert await turn("fd00::1", "all", "[2001:db8::5]") == "@2001:db8::/64"
     assert await turn("10.1.1.1", "all", "junk") == await turn("10.1.1.1") == "@10.1.1.1"
 

@@ -5,6 +5,7 @@ use until the engine's last output for it has arrived.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +25,10 @@ MAX_GIVEN_BYTES = 1 << 30
 _TOO_MUCH = "the media of all requests take too much memory now; try again when others have ended"
 
 OWN_PER_FREE = 4
-"""A key that is alone may have four fifths of the queue."""
+"""A tenant may have four fifths of a queue that nobody else uses now."""
+
+ALONE_S = 60.0
+"""Without keys, a tenant beside which no other has come for so long may have all of the queue."""
 
 
 @dataclass(slots=True)
@@ -39,13 +43,16 @@ class SampleQueue:
      waiting               |qqqqq......|    at most max_waiting
     ```
 
-    num_slots: most samples that run at a time, over all replicas. max_waiting: most samples beyond those.
+    num_slots: most samples that run at a time, over all replicas. max_waiting: most samples beyond those. has_keys: there is a file of keys.
     """
 
     num_slots: int
     max_waiting: int
     num_queued: int = 0
     num_running: int = 0
+    has_keys: bool = False
+    _latest: str = ""
+    _changed_s: float = -ALONE_S
     _pace: QueuePace = field(default_factory=QueuePace)
 
     @property
@@ -57,18 +64,26 @@ class SampleQueue:
         """Most samples that an idle server accepts."""
         return self.num_slots + self.max_waiting
 
+    def note_turn(self, turn: str, now_s: float) -> bool:
+        """A tenant comes, named as in `Caller.turn`; whether it must leave places for others."""
+        if turn and turn != self._latest:
+            if self._latest:
+                self._changed_s = now_s
+            self._latest = turn
+        return turn != "" and (self.has_keys or now_s < self._changed_s + ALONE_S)
+
     def check(self, count: int, now_s: float, own: int | None = None) -> None:
         """Raises CapacityError unless there is room for `count` more.
 
-        own: queued samples of the calling key; None = there is only one key. No key can fill the queue: a key may have at most
-        `OWN_PER_FREE` times as many samples queued as there are free places, so that there is always room for another key. This is the dynamic
-        threshold of A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
+        own: queued samples of the calling tenant; None = it may have all. Else it may have at most `OWN_PER_FREE` times as many samples queued as
+        there are free places, or one, so that there is always room for another. This is the dynamic threshold of A. K. Choudhury and E. L. Hahne,
+        "Dynamic queue length thresholds for shared-memory packet switches" (1998).
         """
         room = max(0, self.num_slots - self.num_running) + self.max_waiting
         left = room - self.num_queued - count
-        if own is not None and left >= 0 and own + count > OWN_PER_FREE * left:
+        if own is not None and left >= 0 and own + count > max(1, OWN_PER_FREE * left):
             raise CapacityError(
-                f"the limit of this key is reached (queued samples: {own}, in this request: {count}, places left for other keys: {left})",
+                f"the limit of this client is reached (queued samples: {own}, in this request: {count}, places left for others: {left})",
                 self.retry_after_s(now_s),
                 status_code=429,
             )
@@ -108,6 +123,7 @@ class SampleTable:
         self.samples: Mapping[str, ReqState] = self._by_rid
         self._calls_by_name: dict[str, CallState] = {}
         self._calls: set[CallState] = set()
+        self._num_queued: Counter[str] = Counter()
         self._media_bytes = 0
         self._given_bytes = 0
         self._idle = asyncio.Event()
@@ -132,15 +148,17 @@ class SampleTable:
     def enter(self, call: CallState, rid: str, now_s: float) -> None:
         """Add all samples of a call under their rids, and the call under its names. rid: the call's own, for the error message.
 
-        Raises RequestError for a rid in use, CapacityError when the queue is full (503) or a limit of the key is reached (429); the table is
+        Raises RequestError for a rid in use, CapacityError when the queue is full (503) or a limit of the caller is reached (429); the table is
         then as before.
         """
         self._check_unused(call, rid)
         tenant, count = call.tenant, len(call.samples)
-        self.queue.check(count, now_s, tenant.num_queued if tenant.limits.share < 1 else None)
+        own = self._num_queued[call.turn] if self.queue.note_turn(call.turn, now_s) else None
+        self.queue.check(count, now_s, own)
         tenant.enter(count, now_s)
         call.created_s = now_s
         self.queue.enter(count)
+        self._num_queued[call.turn] += count
         self._by_rid.update((sample.rid, sample) for sample in call.samples)
         self._calls_by_name.update(dict.fromkeys(call.names, call))
         self._calls.add(call)
@@ -151,7 +169,7 @@ class SampleTable:
         if sample.queued:
             sample.queued = False
             self.queue.begin(now_s)
-            sample.call.tenant.leave_queue()
+            self._leave_queue(sample.call)
 
     def hold_given(self, call: CallState, num_bytes: int) -> None:
         """The call's media as its client gave them are kept until the client leaves. Raises CapacityError if those of others leave no room."""
@@ -189,9 +207,15 @@ class SampleTable:
             del self._calls_by_name[name]
         self.queue.leave(sample.queued, now_s)
         if sample.queued:
-            sample.call.tenant.leave_queue()
+            self._leave_queue(sample.call)
         self._note_idle()
         return True
+
+    def _leave_queue(self, call: CallState) -> None:
+        call.tenant.leave_queue()
+        self._num_queued[call.turn] -= 1
+        if not self._num_queued[call.turn]:
+            del self._num_queued[call.turn]
 
     def fail(self, error: HeadraceError) -> None:
         for call in self._calls:

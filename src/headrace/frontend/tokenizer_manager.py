@@ -115,7 +115,8 @@ class TokenizerManager:
             if more_schedulers
             else RoundRobin()  # which asks nothing of the only one
         )
-        self.table = SampleTable(SampleQueue(ready.max_running_requests * args.num_replicas, args.max_queued_requests))
+        num_slots, has_keys = ready.max_running_requests * args.num_replicas, args.api_key_file is not None
+        self.table = SampleTable(SampleQueue(num_slots, args.max_queued_requests, has_keys=has_keys))
         self.records = Records(args, self.table, timelines, clock, self._token_text)
         self.sessions = Sessions(
             args.max_sessions,

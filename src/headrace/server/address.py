@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.config.server_args import ServerArgs
-from headrace.config.web import Networks, address_of
+from headrace.config.web import Networks, address_of, split_authority
 from headrace.errors import ConfigError
 
 _NETWORK_BITS = 64
@@ -81,14 +81,16 @@ def check_certificate(args: ServerArgs) -> None:
 def turn_address(scope: Mapping[str, Any], proxies: Networks) -> str:
     """Whose turn a request without a name takes: `@` and the client's address, or its network of 64 bits for IPv6. Not for what anybody owns.
 
-    scope: of ASGI. proxies: of these, the last address in X-Forwarded-For that is none of theirs is the client's.
+    scope: of ASGI. proxies: of these, the last entry of X-Forwarded-For that is none of theirs is the client's, since anybody may have written what
+    stands before it. If that is no address, the proxy's own counts.
     """
     client = scope.get("client")
     host = client[0] if client else ""
     if proxies and _is_in(host, proxies):
         sent = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for").decode("latin-1")
-        hosts = [item.strip().strip("[]") for item in sent.split(",")]
-        host = next((item for item in reversed(hosts) if address_of(item) and not _is_in(item, proxies)), host)
+        hosts = map(_host_of, reversed(sent.split(",")))
+        found = next((item for item in hosts if not _is_in(item, proxies)), host)
+        host = found if address_of(found) else host
     return turn_of_host(host)
 
 
@@ -100,6 +102,12 @@ def turn_of_host(host: str) -> str:
     if isinstance(address, ipaddress.IPv6Address):
         return f"@{ipaddress.ip_network((address, _NETWORK_BITS), strict=False)}"
     return f"@{address or ''}"
+
+
+def _host_of(item: str) -> str:
+    """Without brackets and port."""
+    split = None if address_of(item.strip()) else split_authority(item)
+    return split[0] if split is not None else item.strip()
 
 
 def _is_in(host: str, networks: Networks) -> bool:

@@ -35,7 +35,7 @@ BODIES_AT_ONCE = 10
 """How many bodies of the largest size may be in memory at once; eight of one tenant that is alone."""
 
 SMALL_BODY_BYTES = 64 << 10
-"""A body up to this size is never refused for those of others."""
+"""So much of each body is never refused, nor counted for the share: clients with many small bodies take no room from others."""
 
 TRIM_BYTES = 32 << 20
 """After this many bytes of bodies, once none is in memory, return free memory to the system (malloc would keep it)."""
@@ -197,29 +197,28 @@ def _refuse_wide_integers(body: object, kind: object) -> None:
 
 
 class Bodies:
-    """Bodies of requests in memory, and the thread that decodes the larger ones. Used in the event loop."""
+    """Bodies of requests in memory, and the thread that decodes the larger ones. num_bytes: of all bodies. Used in the event loop."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
+        self.num_bytes = 0
         self._num_arrived = 0
         self._closed = False
         self._shares = Shares(BODIES_AT_ONCE * max_body_bytes, SMALL_BODY_BYTES)
         # One thread: two that decode would block the event loop for twice as long.
         self._thread = Turns(1, "headrace-body", seconds_per_byte=1e-8)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._shares.held
-
     def take(self, tenant: str, num_bytes: int, of_body: int = 0) -> None:
         """Count `num_bytes` more in memory, of a body of which `of_body` is there. Raises CapacityError when that is above the tenant's share."""
         if not self._shares.take(tenant, num_bytes, of_body):
             raise CapacityError("too many large requests are arriving at once: try again later", retry_after_s=1.0)
+        self.num_bytes += num_bytes
         self._num_arrived += num_bytes
 
     def give_back(self, tenant: str, num_bytes: int) -> None:
-        """Count `num_bytes` fewer in memory."""
+        """A body of which `num_bytes` were there is gone."""
         self._shares.give_back(tenant, num_bytes)
+        self.num_bytes -= num_bytes
         if self.num_bytes == 0 and self._num_arrived >= TRIM_BYTES and not self._closed:
             self._num_arrived = 0
             self._thread.submit(give_back_free_memory)

@@ -54,8 +54,10 @@ TICK_S = 1.0
 HEADER_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 30.0
 BODY_WINDOW_S = 5.0
-LEAST_BODY_RATE = 16 << 10
-"""A body of which more than `SMALL_BODY_BYTES` have arrived, which then stand in memory, must bring so many bytes a second in each window."""
+LEAST_BODY_RATE = 4 << 10
+MAX_SLOW_WINDOWS = 2
+"""A body of which more than `SMALL_BODY_BYTES` have arrived, which then stand in memory, is refused when fewer bytes a second come in so many windows
+after each other."""
 
 WRITE_STALL_S = 20.0
 """A client that leaves the send buffer full for this long is disconnected, and its request aborted."""
@@ -67,6 +69,8 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 128
 MAX_URL_BYTES = 16 << 10
 MAX_CONNECTIONS = 10_000
+OWN_CONNECTIONS_PER_FREE = 16
+"""One client may have 94 % of the connections: many are behind one address."""
 MAX_LINGERING = 64
 """Most refused connections that may linger."""
 MAX_PIPELINED = 16
@@ -107,6 +111,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._timers: dict[Literal["deadline", "stall", "rate"], asyncio.TimerHandle] = {}
         self._body_bytes = 0
         self._window_bytes = 0  # of the body, in the window of its rate
+        self._num_slow = 0  # windows after each other
         self._cycles: list[RequestResponseCycle] = []
         self._receiving = False  # between the first byte of a request and its last
         self._lingering = False
@@ -209,7 +214,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
-        self._body_bytes = self._window_bytes = 0
+        self._body_bytes = self._window_bytes = self._num_slow = 0
         self._expect(BODY_TIMEOUT_S)
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
@@ -265,7 +270,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         # What is not read, because the application has not taken what is there, is not late.
-        if self.flow.read_paused or self._window_bytes >= LEAST_BODY_RATE * BODY_WINDOW_S:
+        is_slow = not self.flow.read_paused and self._window_bytes < LEAST_BODY_RATE * BODY_WINDOW_S
+        self._num_slow = self._num_slow + 1 if is_slow else 0
+        if self._num_slow < MAX_SLOW_WINDOWS:
             self._expect_more()
             return
         self._refuse(408, f"the body came slower than {LEAST_BODY_RATE >> 10} KiB a second")
@@ -323,9 +330,10 @@ class Server:
         self.host = args.host
         self.port: int = self._socket.getsockname()[1]
         self.url = local_url(args, self.port)
+        shares = Shares(max_connections(), own_per_free=OWN_CONNECTIONS_PER_FREE)
         config = uvicorn.Config(
             app,
-            http=partial(LimitedProtocol, shares=Shares(max_connections())),  # type: ignore[arg-type]
+            http=partial(LimitedProtocol, shares=shares),  # type: ignore[arg-type]
             ws="none",
             loop="uvloop",
             lifespan="on",
