@@ -247,6 +247,17 @@ def test_a_server_that_knows_no_ranges_sends_all_again(one_file):
     assert progress.done == progress.total
 
 
+def test_what_comes_again_is_not_slow(one_file, monkeypatch):
+    one_file.cut_after, one_file.ignores_range = [len(BIG) - 1], True
+    monkeypatch.setattr(hub_download, "WINDOW_S", 0.0)
+    monkeypatch.setattr(hub_download, "MIN_WINDOW_BYTES", 0)
+
+    path, _ = pull("org/tiny")
+
+    assert (path / "model.safetensors").read_bytes() == BIG
+    assert one_file.ranges() == [None, f"bytes={len(BIG) - 1}-"]
+
+
 def test_a_server_that_always_breaks_off_at_the_same_place_is_given_up(one_file):
     one_file.cut_after, one_file.ignores_range = [CUT] * 50, True
 

@@ -218,6 +218,10 @@ class _Pace:
         self._begun_s, self._begun = time.monotonic(), have
         self.num_slow = 0
 
+    def restart(self, have: int) -> None:
+        """What is there comes again, from its beginning; what has come in this window still counts."""
+        self._begun -= have
+
     def check(self, have: int) -> None:
         """Raises _SlowError at the end of a window in which too little has come."""
         now_s = time.monotonic()
@@ -375,23 +379,24 @@ class _Pull:
             if status in _RETRIED:
                 return status
             if status == 416 or (status == 206 and _range_start(response) != have):
-                self._restart(out)
+                self._restart(out, pace)
                 return status
             if not response.is_success:
                 raise self._hub.refusal(response, self._name)
             if status == 200 and have:
-                self._restart(out)  # the server sends all of it again
+                self._restart(out, pace)  # the server sends all of it again
             for chunk in response.iter_raw():
                 if out.tell() + len(chunk) > file.num_bytes:
                     size = out.tell() + len(chunk)
-                    self._restart(out)
+                    self._restart(out, pace)
                     raise ModelError(f"{file.name} of {self._name.repo} has {size} bytes or more, not {file.num_bytes}")
                 out.write(chunk)
                 self._progress.advance(len(chunk))
                 pace.check(out.tell())
             return status
 
-    def _restart(self, out: BinaryIO) -> None:
+    def _restart(self, out: BinaryIO, pace: _Pace) -> None:
+        pace.restart(out.tell())
         self._progress.advance(-out.tell())
         out.truncate(0)
         out.seek(0)
