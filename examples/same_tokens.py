@@ -14,7 +14,7 @@ from headrace import Engine
 
 engine = Engine(model_path="smollm2")
 story = "Once upon a time, in a village at the foot of a mountain,"
-sampling = {"temperature": 1.0, "seed": 7, "max_new_tokens": 128}
+sampling = {"temperature": 1.0, "seed": 7, "max_new_tokens": 128, "ignore_eos": True}
 alone = engine.generate(story, sampling)
 
 # %% The same prompt among 31 others, which begin alike: batched, cut into chunks and cached together

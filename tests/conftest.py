@@ -22,6 +22,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from headrace.checkpoint.names import cache_dir
+from headrace.child_pool import pool
 
 if not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -32,6 +33,7 @@ settings.register_profile(
     "headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=os.environ.get("CI") == "true"
 )
 settings.load_profile("headrace")
+pool.PATIENCE = 100  # a child that loops is ended by the processor time that it has taken, however little it gets
 
 SEED = "HEADRACE_TEST_SEED"
 """Environment variable with the seed of the order, which repeats an order. The processes of one run have it from the first."""

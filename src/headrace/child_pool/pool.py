@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 START_LIMIT_S = 60.0
 """How long a child may take to start, its imports included."""
 
-PATIENCE = 6
+PATIENCE = 12
 """Work may take this many times its limit of processor time if the machine has other things to do."""
 
 ATTEMPTS = 2

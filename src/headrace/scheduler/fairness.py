@@ -31,7 +31,7 @@ MAX_TENANTS = 10_000
 WINDOW_S = 10.0
 """A tenant counts as present from when it runs or waits to the end of the next window of so many seconds."""
 
-KEPT_PART = 8
+KEPT_PART = 16
 """At most one of so many places is kept free for those who used it lately."""
 
 
