@@ -59,8 +59,10 @@ def test_recompute_gives_the_tokens_of_a_new_server_with_the_same_tokens_before(
         assert 0 < starts[-1] < LONG["max_new_tokens"]
         assert output["meta_info"]["num_retractions"] == 1
     ids = [output["output_ids"] for output in outputs]
-    assert continued(new, outputs, starts) == ids
-    undisturbed = continued(old, outputs, [0] * len(outputs))
+    # By as many ranks: one process adds in another order, and what it takes of two nearly equal tokens depends on where the update came.
+    ranks = options if "tp_size" in options else {}
+    assert continued(new, outputs, starts, **ranks) == ids
+    undisturbed = continued(old, outputs, [0] * len(outputs), **ranks)
     assert [one[:start] for one, start in zip(undisturbed, starts, strict=True)] == [
         one[:start] for one, start in zip(ids, starts, strict=True)
     ]
