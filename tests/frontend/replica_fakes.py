@@ -1,6 +1,7 @@
 """Schedulers that keep what they were told and answer when the test says so, behind a real front end."""
 
 import asyncio
+import os
 from collections.abc import Callable
 
 from frontend_fakes import READY, ByteTokenizer, answers_of, request, turns
@@ -35,9 +36,13 @@ from headrace.messages.weights import (
     WeightOpReq,
 )
 
+CONTENT_DIGITS = 32
+"""Of a fingerprint, see `content_of`."""
+
 
 class FakeReplica:
-    """What a scheduler remembers of its orders. refuses: kinds of orders that it answers with a failure. disk: path -> fingerprint."""
+    """What a scheduler remembers of its orders. refuses: kinds of orders that it answers with a failure. disk: path -> fingerprint. can_copy: whether
+    it makes the copies that it is told to."""
 
     def __init__(self, back: LocalQueue, disk: dict[str, str], source: int) -> None:
         self.inbox = LocalQueue()
@@ -52,6 +57,7 @@ class FakeReplica:
         self.staged: PrepareUpdate | None = None
         self.is_held = False
         self.refuses: set[type] = set()
+        self.can_copy = False
         self.waiting: list[object] = []
         self.requests: dict[str, TokenizedGenerateReqInput] = {}
         self.heard: list[SchedulerOperation] = []
@@ -135,7 +141,13 @@ class FakeReplica:
         return ""
 
     def _read(self, update: object) -> str:
-        return self.disk.get(update.model_path, "") if isinstance(update, UpdateFromDisk) else ""
+        if not isinstance(update, UpdateFromDisk):
+            return ""
+        if update.keep_at and self.can_copy:
+            os.makedirs(update.keep_at, exist_ok=True)
+            content = self.disk.get(update.model_path, "")[:CONTENT_DIGITS]
+            self.disk.setdefault(update.keep_at, content.ljust(CONTENT_DIGITS) + "copied later")
+        return self.disk.get(update.model_path, "")
 
     def _install(self, update: UpdateFromDisk | UpdateFromTensors | UpdateFromDistributed) -> None:
         match update:

@@ -2,12 +2,13 @@
 
 import asyncio
 import itertools
+import os
 
 import pytest
 from frontend_fakes import turns
-from replica_fakes import Replicas
+from replica_fakes import FakeReplica, Replicas
 
-from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
+from headrace.errors import CapacityError, ExecutionError, HeadraceError, ModelError, RequestError
 from headrace.messages.outputs import TokenVersions
 from headrace.messages.packing import pack_int32
 from headrace.messages.weights import (
@@ -394,6 +395,83 @@ async def test_weights_that_are_gone_refuse_a_new_life_as_a_model_that_is_gone_d
     replicas.all[1].refuses.add(UpdateFromDisk)
     await replicas.until(returning.done, 1)
     with pytest.raises(ModelError, match="could not be loaded again: no good"):
+        await returning
+
+
+async def test_a_path_that_was_overwritten_is_no_loss_while_there_is_a_copy(replicas):
+    kept = []
+    for number in range(2):
+        replicas.disk["/new"] = f"{number}" * 32 + "loaded"
+        replicas.all[0].can_copy = replicas.all[1].can_copy = True
+        assert (await replicas.done(replicas.operate(NEW), 0, 1)).success
+        kept.append(replicas.manager.weights.reload().model_path)
+        replicas.disk["/new"] = f"{number}" * 32 + "overwritten"
+        replicas.die(1)
+        await replicas.until(replicas.come_back(1).done, 1)
+        assert replicas.all[1].weights == kept[-1] != "/new"
+    assert replicas.manager.weights.model_path == "/new"
+    await replicas.until(lambda: not os.path.exists(kept[0]))
+    await replicas.until(lambda: os.path.exists(kept[1]))
+    replicas.disk[kept[1]] = "tampered"
+    replicas.die(1)
+    returning = replicas.come_back(1)
+    await replicas.until(returning.done, 1)
+    with pytest.raises(ModelError, match="have changed"):
+        await returning
+    await replicas.manager.close()
+    await replicas.until(lambda: not os.path.exists(kept[1]))
+
+
+async def test_a_refused_update_leaves_the_copy_of_the_weights_in_force(replicas):
+    for one in replicas.all:
+        one.can_copy = True
+    await replicas.done(replicas.operate(NEW), 0, 1)
+    kept = replicas.manager.weights.reload().model_path
+    replicas.all[1].refuses.add(HoldForUpdate)
+    assert not (await replicas.done(replicas.operate(NEW), 0, 1)).success
+    assert replicas.manager.weights.reload().model_path == kept
+    await replicas.until(lambda: sorted(os.listdir(os.path.dirname(kept))) == [os.path.basename(kept), "lock"])
+
+
+async def test_without_weights_that_can_be_loaded_the_server_says_so_until_it_gets_others(replicas):
+    replicas.disk["/new"] = "loaded"
+    await replicas.done(replicas.operate(NEW), 0, 1)
+    replicas.disk["/new"] = "overwritten"
+    held = replicas.call("p", rid="held")
+    for index in (0, 1):
+        replicas.die(index)
+        returning = replicas.come_back(index)
+        await replicas.until(returning.done, index)
+        with pytest.raises(ModelError):
+            await returning
+        replicas.manager.parts.gone(f"scheduler {index}", index)
+    for refused in (held, replicas.call("p"), replicas.operate(PUSHED), replicas.operate(PauseGeneration())):
+        with pytest.raises(HeadraceError, match="goes on with the next weights") as caught:
+            await refused
+        assert caught.value.status_code == 503
+    with pytest.raises(CapacityError, match="goes on with the next weights"):
+        await replicas.manager.health()
+
+    def revive(fault=""):
+        for index in (0, 1):
+            life = replicas.all[index] = FakeReplica(replicas.back, replicas.disk, replicas.manager.link.new_source())
+            if not fault:
+                replicas.manager.parts.rejoin(f"scheduler {index}", index, life.source, life.inbox, "")
+        return fault
+
+    replicas.manager.weights.revive = lambda: revive("it is cut off")
+    reply = await replicas.done(replicas.operate(UpdateFromDisk("/broken", weight_version="2")))
+    assert (reply.success, reply.message, reply.weight_version) == (False, "it is cut off", "1")
+    replicas.manager.weights.revive = revive
+    reply = await replicas.done(replicas.operate(UpdateFromDisk("/new", weight_version="3")), 0, 1)
+    assert (reply.success, reply.weight_version) == (True, "3")
+    assert [one.version for one in replicas.all] == ["3", "3"]
+    assert await replicas.manager.health()
+    replicas.disk["/new"] = "overwritten again"
+    replicas.die(1)
+    returning = replicas.come_back(1)
+    await replicas.until(returning.done, 1)
+    with pytest.raises(ModelError, match="have changed"):
         await returning
 
 

@@ -47,7 +47,7 @@ class Rig:
             lambda dead: self.heard.append("down"),
             self.put_into_service,
             lambda process, message: self.say("failed"),
-            lambda process, message: self.say("refused"),
+            lambda process, message, error: self.say("refused"),
             start_limit_s,
         )
 

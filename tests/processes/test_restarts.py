@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.config.server_args import ServerArgs
-from headrace.errors import ConfigError, ExecutionError
+from headrace.errors import ConfigError, ExecutionError, ModelError
 from headrace.processes.parts import Restarts
 
 
@@ -66,12 +66,12 @@ class PartsOfFrontEnd:
 
 
 class Manager:
-    """rejoin_error: why the first replacement cannot be put into service."""
+    """rejoin_error: why the first replacement cannot be put into service. in_force: the update that it has to begin with."""
 
-    def __init__(self, can_restore=True, rejoin_error=None):
+    def __init__(self, can_restore=True, rejoin_error=None, in_force=None):
         self.heard = queue.Queue()
         self.parts = PartsOfFrontEnd(self.heard, rejoin_error)
-        self.weights = SimpleNamespace(can_restore=can_restore)
+        self.weights = SimpleNamespace(can_restore=can_restore, reload=lambda: in_force)
         self.heartbeats = SimpleNamespace(age_s=lambda name: None)
         self.link = SimpleNamespace(on_dismissed=None)
         self.channels = Channels()
@@ -93,7 +93,7 @@ def watched(monkeypatch):
         restarts = Restarts(
             ServerArgs(model_path="x", dp_size=2, **options),
             children,
-            lambda dead: Child(dead.kind, dead.index, error),
+            lambda dead, begin_with: Child(dead.kind, dead.index, None if begin_with else error),
             manager.channels,
             manager,
             lambda message: manager.heard.put(("died", message)),
@@ -156,6 +156,33 @@ def test_a_scheduler_that_is_refused_leaves_its_requests_to_the_others(watched):
     watched(manager, error=ConfigError("no memory"))[0].exit_code = 1
 
     assert heard(manager, 2) == [("down", "scheduler 0", 0), ("gone", "scheduler 0", 0)]
+
+
+def test_the_last_scheduler_without_weights_is_not_the_end_and_comes_back_with_others(watched):
+    manager = Manager()
+    children = watched(manager, error=ModelError("model.safetensors is cut off"), dead=2)
+    assert sorted(heard(manager, 4)) == [(what, f"scheduler {n}", n) for what in ("down", "gone") for n in (0, 1)]
+    assert [child.kind for child in children] == ["detokenizer"]
+
+    manager.weights.reload = lambda: "an update"
+    assert manager.weights.revive() == ""
+    assert sorted(heard(manager, 2)) == [("rejoined", f"scheduler {n}", n, "weights") for n in (0, 1)]
+
+
+def test_why_there_are_still_no_weights_is_told(watched):
+    manager = Manager(rejoin_error=ModelError("the files have changed"))
+    watched(manager)[0].exit_code = 1
+    assert heard(manager, 2) == [("down", "scheduler 0", 0), ("gone", "scheduler 0", 0)]
+    manager.parts.rejoin_error = ModelError("it is cut off")
+    assert manager.weights.revive() == "it is cut off"
+    assert manager.weights.revive() == ""
+    assert heard(manager, 2) == [("gone", "scheduler 0", 0), ("rejoined", "scheduler 0", 0, "weights")]
+
+
+def test_a_checkpoint_that_cannot_be_read_any_more_is_not_needed_where_an_update_is_in_force(watched):
+    manager = Manager(in_force="an update")
+    watched(manager, error=ModelError("model.safetensors is cut off"))[0].exit_code = 1
+    assert heard(manager, 2) == [("down", "scheduler 0", 0), ("rejoined", "scheduler 0", 0, "weights")]
 
 
 def test_a_detokenizer_that_is_refused_is_the_end(watched):

@@ -103,3 +103,58 @@ def test_weights_that_were_overwritten_are_not_served_under_the_name_of_others(
         wait_until(lambda: "the other replicas continue" in server.log(), "it is refused", START_S)
         assert server.log().count("could not be restarted") == 1, "not tried again"
         assert [ids_of(client.post("/generate", json=BODY).json()) for _ in range(4)] == [want] * 4
+
+
+def test_a_trainer_that_writes_each_step_to_one_path_loses_no_server(
+    tiny_model: Path, other_model: Path, tmp_path: Path
+):
+    step = tmp_path / "step"
+
+    def write(model: Path, num_bytes: int | None = None) -> dict[str, Any]:
+        step.mkdir(exist_ok=True)
+        shutil.copyfile(model / "config.json", step / "config.json")
+        with (step / "model.safetensors").open("wb") as file:  # in place
+            file.write((model / "model.safetensors").read_bytes()[:num_bytes])
+        return {"model_path": str(step), "weight_version": model.parent.name}
+
+    def kill(server: Server) -> None:
+        next(c for c in server.process.children() if "scheduler" in c.cmdline()).kill()
+
+    write(tiny_model)
+    with (
+        Server(step, ("--tokenizer-path", str(tiny_model))) as server,
+        server.wait_started().client() as client,
+        server.client(ADMIN_KEY) as admin,
+    ):
+        first = ids_of(client.post("/generate", json=BODY).json())
+        assert admin.post("/update_weights_from_disk", json=write(other_model)).json()["success"]
+        second = ids_of(client.post("/generate", json=BODY).json())
+        assert second != first
+        write(tiny_model, 1000)  # of the next step
+        kill(server)
+        assert ids_of(client.post("/generate", json=BODY).json()) == second
+        assert "starts in another way" in server.log()
+
+    write(tiny_model)
+    with (
+        Server(step, ("--tokenizer-path", str(tiny_model), "--keep-updates", "off")) as server,
+        server.wait_started().client() as client,
+        server.client(ADMIN_KEY) as admin,
+    ):
+        assert admin.post("/update_weights_from_disk", json=write(other_model)).json()["success"]
+        write(tiny_model)
+        kill(server)
+        reply = client.post("/generate", json=BODY)
+        assert reply.status_code == 503
+        assert "weights cannot be loaded again" in reply.json()["error"]["message"]
+        assert "reason" in (health := client.get("/health")).json()
+        assert health.status_code == 503
+        cut_off = admin.post("/update_weights_from_disk", json=write(tiny_model, 1000))
+        assert cut_off.status_code == 400, cut_off.text
+        assert client.get("/health").status_code == 503
+        healed = admin.post("/update_weights_from_disk", json=write(tiny_model))
+        assert healed.json()["success"], healed.text
+        reply = client.post("/generate", json=BODY)
+        assert ids_of(reply.json()) == first
+        assert reply.json()["meta_info"]["weight_version"] == tiny_model.parent.name
+        assert client.get("/health").json() == {"status": "ok"}

@@ -39,7 +39,7 @@ from headrace.api.options import (
     takes,
 )
 from headrace.config.server_args import ServerArgs
-from headrace.errors import ExecutionError, RequestError
+from headrace.errors import CapacityError, ExecutionError, RequestError
 from headrace.frontend.inputs import check_token_ids
 from headrace.frontend.native_answer import NativeAnswer, NativeStream, pooled_answers, whole_answer
 from headrace.frontend.prompts import refuse_text
@@ -399,7 +399,10 @@ class Engine(Methods):
 
     def health(self, generate: bool = False) -> bool:
         """Whether the engine is alive; with `generate`, whether it generates a token."""
-        return self._calls.result(self._manager.health(generate))
+        try:
+            return self._calls.result(self._manager.health(generate))
+        except CapacityError:
+            return False
 
     def tokenize(self, prompt: str | list[str], add_special_tokens: bool = True) -> list[int] | list[list[int]]:
         """Token ids of a text, or of each of several."""

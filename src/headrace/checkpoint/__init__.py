@@ -12,5 +12,6 @@ Read first: base.py (`Checkpoint`), source.py (what a path is), model_config.py 
 - Quantised: weight_formats.py (every weight format, a row each), quantized_formats (how GPTQ, AWQ, ... and ours lie in safetensors, a file
   each), quantized_matrix.py (a weight in plain form)
 - Files: files.py (nothing but regular ones is opened; JSON), names.py (models that need no path), hub_cache.py (those of the Hugging
-  Face cache), hub_download.py (bringing them there), weight_cache.py (packed weights, for a second start)
+  Face cache), hub_download.py (bringing them there), weight_cache.py (packed weights, for a second start), copies.py (of the weights in
+  force, for a restarted scheduler)
 """

@@ -416,6 +416,10 @@ class ServerOptions:
         "At a weight update, flush: requests that have begun end first, and cached KV is dropped; recompute: requests go on at once, and compute "
         "their KV again with the new weights; keep: they go on at once, with the KV of the old weights. See docs/weights.md.",
     )
+    keep_updates: Literal["copy", "reflink", "off"] = _memory(
+        "copy",
+        "Keep the last weight update's files for a scheduler that dies, copy: shared blocks or a copy; reflink: only shared blocks; docs/weights.md.",
+    )
     enable_double_sparsity: bool = _memory(False, "Long outputs attend to part of the KV cache. See docs/kv-cache.md.")
     ds_channel_config_path: str | None = _memory(None, "File of `headrace quantize --calibrate-sparsity`.", FILLED)
     ds_heavy_channel_num: int = _memory(32, "Channels that tell which pages matter, of a KV head.", Bounds(least=16))

@@ -16,6 +16,7 @@ from headrace import kernels
 from headrace.attention import select
 from headrace.attention.base import AttentionBackend, KvPool, KvShape
 from headrace.checkpoint.base import Checkpoint
+from headrace.checkpoint.copies import copy_checkpoint
 from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.pooling import PoolingConfig, read_pooling
 from headrace.checkpoint.quantized_formats import keeps_codes
@@ -32,12 +33,13 @@ from headrace.execution.memory import available_bytes, check_pool_fits
 from headrace.execution.model_source import open_update, override_model
 from headrace.execution.pool_plan import whole_pages
 from headrace.execution.released import DraftMemory
-from headrace.execution.update_weights import LoadFormat, ModelWeights, check_same_model
+from headrace.execution.update_weights import ModelWeights, check_same_model
 from headrace.execution.weight_files import Progress, WeightCache, WeightSaver, open_cache
 from headrace.garbage import give_back_free_memory
 from headrace.kernels import cpu as native_cpu
 from headrace.kernels.cpu import default_num_threads
 from headrace.layers.weight import Placement
+from headrace.messages.weights import UpdateFromDisk
 from headrace.models.registry import encoder_class_for, model_class_for, pooled_class_for, stored_name
 from headrace.models.spec import FamilySpec, Model, ModelSpec, kv_shape
 
@@ -284,8 +286,8 @@ def updatable_weights(
     """The weights of `model`, for updates and saving. The arguments are those of `ModelWeights`."""
     args, spec, model_config = setup.args, setup.spec, setup.model_config
 
-    def load(model_path: str, load_format: LoadFormat) -> tuple[Model, str]:
-        other = open_update(args, model_path, load_format)
+    def load(operation: UpdateFromDisk) -> tuple[Model, str]:
+        other = open_update(args, operation.model_path, operation.load_format)
         before = fingerprint_of(other)
         theirs = override_model(other.config, args.json_model_override_args)
         if not model_config.tie_word_embeddings:  # their output projection may be a copy of their embedding
@@ -296,6 +298,8 @@ def updatable_weights(
                 "the checkpoint makes something else of its hidden states than the served model (modules.json, labels)"
             )
         model = load_model(other, spec, setup.placement, config=model_config)
+        if operation.keep_at:
+            copy_checkpoint(other.path, other.files(), operation.keep_at, args.keep_updates == "reflink")
         check_unchanged(other, before)
         return model, before
 

@@ -57,7 +57,6 @@ from headrace.weight_sync.group import WeightGroup
 
 _logger = get_logger(__name__)
 
-LoadFormat = Literal["auto", "safetensors", "gguf"]
 MAX_RECEIVED_PER_WEIGHT_BYTE = 16
 _NAMES_IN_A_MESSAGE = 4
 _NICE = 5
@@ -161,7 +160,7 @@ class ModelWeights:
     pool: KvPool
     rename: Callable[[str], str]
     ignored: tuple[str, ...]
-    load: Callable[[str, LoadFormat], tuple[Model, str]]
+    load: Callable[[UpdateFromDisk], tuple[Model, str]]
     moved: Callable[[], None] = lambda: None
     at_first_update: str = ""
     holds_steps: bool = False
@@ -217,7 +216,7 @@ class ModelWeights:
     # -- updates
 
     def _from_disk(self, operation: UpdateFromDisk) -> Prepared:
-        other, fingerprint = self.load(operation.model_path, operation.load_format)
+        other, fingerprint = self.load(operation)
         new = [(ours, theirs.kept()) for ours, theirs in zip(_keepers(self.model), _keepers(other), strict=True)]
         switch = self._switch(new)
         return Prepared(f"loaded layers: {len(new)}", switch, changes_weights=True, fingerprint=fingerprint)

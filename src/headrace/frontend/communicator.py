@@ -15,6 +15,11 @@ from headrace.messages.channel import Message, Sender
 
 RESTARTING = "a process of the engine has died and is being restarted"
 RESTART_RETRY_S = 2.0
+NO_WEIGHTS = (
+    "the scheduler has died and its weights cannot be loaded again (the server's log says why); the server goes on with the next weights that "
+    "it is given from a checkpoint (/update_weights_from_disk)"
+)
+NO_WEIGHTS_RETRY_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +38,11 @@ class Replica:
 def no_live_replica() -> CapacityError:
     """The error while every scheduler is being restarted."""
     return CapacityError(RESTARTING, retry_after_s=RESTART_RETRY_S)
+
+
+def no_weights() -> CapacityError:
+    """The error while no scheduler can be restarted before there are other weights."""
+    return CapacityError(NO_WEIGHTS, retry_after_s=NO_WEIGHTS_RETRY_S)
 
 
 @dataclass(slots=True, eq=False)

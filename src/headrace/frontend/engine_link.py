@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.errors import ExecutionError
 from headrace.frontend.balancers import Balancer, RoundRobin
-from headrace.frontend.communicator import Communicator, Replica, no_live_replica
+from headrace.frontend.communicator import NO_WEIGHTS, Communicator, Replica, no_live_replica, no_weights
 from headrace.frontend.request_state import ReqState
 from headrace.log import get_logger
 from headrace.messages.channel import Message, Receiver, Sender, TypeBasedDispatcher
@@ -99,6 +99,16 @@ class EngineLink:
     def num_restarting(self) -> int:
         return sum(replica.is_lost and replica.index not in self._left_for_good for replica in self._replicas)
 
+    @property
+    def has_gone(self) -> bool:
+        """Whether a scheduler will not come back before there are weights that it can load."""
+        return bool(self._left_for_good)
+
+    @property
+    def awaits_weights(self) -> bool:
+        """Whether that is true of all."""
+        return len(self._left_for_good) == len(self._replicas)
+
     def has_begun(self) -> bool:
         """Whether a running request that somebody waits for, or another sample of its prompt, has outputs."""
         waiting = [s for s in self._samples.values() if s.finish is None and not s.call.abandoned]
@@ -142,7 +152,8 @@ class EngineLink:
             group = sample.request.group
             index = replicas_of_groups[group] if group in replicas_of_groups else self._choose(sample)
             if index == NO_MORE:
-                self._end(sample, FinishReason("abort", message=LEFT_FOR_GOOD, status_code=500))
+                message, status = (NO_WEIGHTS, 503) if self.awaits_weights else (LEFT_FOR_GOOD, 500)
+                self._end(sample, FinishReason("abort", message=message, status_code=status))
                 continue
             if index == NOWHERE or not self._may_go(sample):
                 continue
@@ -194,12 +205,13 @@ class EngineLink:
         return replica
 
     def scheduler_gone(self, index: int) -> None:
-        """A dead replica will not come back. Samples that only it may serve end."""
+        """A dead replica will not come back, unless other weights are loaded. Samples that only it may serve end."""
         self._left_for_good.add(index)
         self._release()
 
     def scheduler_up(self, index: int, source: int, sender: Sender) -> None:
         self._replicas[index] = Replica(index, sender, source)
+        self._left_for_good.discard(index)
         for crash in self._crashes:
             sender.send(crash)
         self._release()
@@ -251,7 +263,7 @@ class EngineLink:
 
     def _release(self) -> None:
         held = self._held()
-        if held and self.is_serving:
+        if held and (self.is_serving or self.awaits_weights):
             self.submit(held)
         elif held:
             self._watch()
@@ -264,6 +276,8 @@ class EngineLink:
         ]
 
     def _choose(self, sample: ReqState) -> int:
+        if self.awaits_weights:
+            return NO_MORE
         if not self.is_serving:
             return NOWHERE
         assert sample.request is not None, sample.rid
@@ -381,13 +395,16 @@ class EngineLoop:
         self.watchdog.stop()
 
     def check(self) -> None:
+        """Raises ExecutionError when the engine has failed, CapacityError when it awaits weights."""
         if self.failure is not None:
             raise ExecutionError(self.failure)
+        if self._link.awaits_weights:
+            raise no_weights()
 
     def check_serving(self) -> None:
         """Check that the engine can be asked, and make sure that its replies are received.
 
-        Raises ExecutionError when it has failed, CapacityError while it is being restarted.
+        Raises as `check`, and CapacityError while it is being restarted.
         """
         self.check()
         if not self._link.is_serving:

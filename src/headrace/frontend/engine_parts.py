@@ -186,11 +186,14 @@ class EngineParts:
         self.link.replies.lost(self.link.scheduler_down(index))
 
     def gone(self, name: str, index: int) -> None:
-        """A scheduler that has died is not restarted; the other replicas continue."""
+        """A scheduler that has died is not restarted before there are other weights; the other replicas continue."""
         if not self.engine_loop.is_here(self.gone, name, index):
             return
-        logger.error("the %s process is not restarted; the other replicas continue", name)
         self.link.scheduler_gone(index)
+        goes_on = (
+            "the next update from a checkpoint starts it" if self.link.awaits_weights else "the other replicas continue"
+        )
+        logger.error("the %s process is not restarted; %s", name, goes_on)
 
     def up(self, name: str, index: int | None = None, source: int = 0, sender: Sender | None = None) -> None:
         """A process is back. index, source, sender: of a restarted scheduler."""

@@ -16,6 +16,7 @@ import functools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
+from headrace.checkpoint.copies import Copies
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.weight_cache import content_of
 from headrace.config.checks import private_folder
@@ -23,6 +24,7 @@ from headrace.config.server_args import ServerArgs, lora_paths
 from headrace.errors import CapacityError, ExecutionError, RequestError
 from headrace.frontend.adapters import Adapters
 from headrace.frontend.balancers import RoundRobin, make_balancer
+from headrace.frontend.communicator import no_weights
 from headrace.frontend.control import Control, ExpertRecording, MainOperations
 from headrace.frontend.engine_link import NOWHERE, EngineLink, EngineLoop
 from headrace.frontend.engine_parts import DETOKENIZER, EngineParts, Health, Heartbeats
@@ -183,6 +185,12 @@ class TokenizerManager:
             ready.fingerprint,
             self._note_operation,
             drains=args.kv_on_update == "flush",
+            # Nobody is restarted otherwise; nodes see other files.
+            copies=Copies(
+                args.keep_updates != "off"
+                and not (args.disable_recovery or args.single_process)
+                and args.num_nodes == 1
+            ),
         )
         self.adapters = Adapters(args.max_loras, lora_paths(args), self.engine_loop, self.link, ready.lora_fingerprints)
         self.prompt_tokenizer = PromptTokenizer(
@@ -446,7 +454,12 @@ class TokenizerManager:
     # -- the state of the engine
 
     async def health(self, generate: bool = False) -> bool:
-        """Whether the engine is alive. With `generate`: whether it makes a token, or did within the last second; see `Health`."""
+        """Whether the engine is alive. With `generate`: whether it makes a token, or did within the last second; see `Health`.
+
+        Raises CapacityError when it awaits weights.
+        """
+        if self.link.awaits_weights and self.engine_loop.failure is None:
+            raise no_weights()
         return await self._health.makes_tokens() if generate else self._health.is_alive()
 
     async def counters(self) -> dict[str, int]:
@@ -511,6 +524,7 @@ class TokenizerManager:
         self.fail_all(STOPPED)
         self.engine_loop.close()
         self.prompt_tokenizer.close()
+        self.weights.copies.close()
 
     def _broken(self) -> None:
         self.fail_all("internal error")

@@ -15,6 +15,7 @@ Runs in the event loop of the tokenizer manager, one update at a time.
 
 import asyncio
 import itertools
+import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,14 +66,28 @@ FIRST_VERSION = "default"
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights that were loaded while serving. number: of the operation. fingerprint: of the files they were read from.
+    """Weights that were loaded while serving. number: of the operation. fingerprint: of the files they were read from; "" = not read yet.
 
     update: None when they were pushed (as tensors, or over a process group), so that no other replica can get them later.
     """
 
     number: int
     update: UpdateFromDisk | None
-    fingerprint: str = ""
+    fingerprint: str = field(default="", compare=False)
+
+    @property
+    def copy(self) -> str:
+        """The folder of their copy; "" if there is none."""
+        kept = self.update.keep_at if self.update is not None else ""
+        return kept if os.path.exists(kept) else ""
+
+    def reload(self) -> UpdateFromDisk | None:
+        """What reads them again; None when they were pushed. Its version follows; it aborts nothing."""
+        if self.update is None:
+            return None
+        if copy := self.copy:
+            return UpdateFromDisk(copy)
+        return UpdateFromDisk(self.update.model_path, self.update.load_format, keep_at=self.update.keep_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +104,7 @@ class Standing:
         orders: list[WeightOperation] = []
         released = told.released
         if self.weights != told.weights:
-            if self.weights is None or self.weights.update is None:
+            if self.weights is None or (reload := self.weights.reload()) is None:
                 raise ExecutionError(
                     "the current weights were pushed, so only the replicas that received them have them"
                 )
@@ -97,10 +112,7 @@ class Standing:
                 # Released weights cannot be replaced.
                 orders.append(ResumeMemory(tuple(sorted(released))))
                 released = frozenset()
-            update = self.weights.update
-            orders.append(
-                UpdateFromDisk(update.model_path, update.load_format)
-            )  # its version follows; it aborts nothing
+            orders.append(reload)
         if self.version != told.version:
             orders.append(SetWeightVersion(self.version))
         if self.pause != told.pause:
@@ -135,6 +147,11 @@ class OperationLog:
         self.standing = self._after(operation, fingerprint)
         logger.debug("operation %d: %s", self.head, type(operation).__name__)
         return self.head
+
+    def note_fingerprint(self, fingerprint: str) -> None:
+        """Of the current weights, which a replica has read for the first time."""
+        assert self.standing.weights is not None, fingerprint
+        self.standing = replace(self.standing, weights=replace(self.standing.weights, fingerprint=fingerprint))
 
     def take_back(self, before: Standing) -> None:
         """Restore the weights and version of `before`: no live replica has newer ones."""

@@ -11,14 +11,17 @@ tensors are passed (`tensor_file`, in its caller's thread). `update_phases` has 
 import asyncio
 import contextlib
 import os
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.checkpoint.copies import Copies
+from headrace.checkpoint.weight_cache import content_of
 from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
-from headrace.frontend.communicator import RESTART_RETRY_S, Replica, no_live_replica
+from headrace.frontend.communicator import NO_WEIGHTS, RESTART_RETRY_S, Replica, no_live_replica
 from headrace.frontend.engine_link import EngineLink
 from headrace.frontend.update_phases import (
     NO_REPLY,
@@ -64,7 +67,8 @@ O = TypeVar("O")
 class WeightControl:
     """check: raises when the engine is gone. abort_all: ends every request, including those that have not reached a
     scheduler. started_from: fingerprint of the checkpoint that the schedulers started with. on_done: called for every operation that
-    succeeded on all replicas. drains: see `UpdatePhases`.
+    succeeded on all replicas. drains: see `UpdatePhases`. copies: of the weights of updates from disk. revive: set by `processes`; starts schedulers
+    again that had none to load, waits for them in the caller's thread, and returns why one cannot serve.
     """
 
     link: EngineLink
@@ -73,6 +77,8 @@ class WeightControl:
     started_from: str = ""
     on_done: Callable[[WeightOperation], None] = lambda operation: None
     drains: bool = True
+    copies: Copies = field(default_factory=Copies)
+    revive: Callable[[], str] = lambda: ""
     _undecided: set[Undecided] = field(init=False, default_factory=set)
     _groups: dict[str, frozenset[Replica]] = field(init=False, default_factory=dict)
 
@@ -97,7 +103,8 @@ class WeightControl:
         Cancelling this task drops an update that is not decided yet; other operations continue.
         Raises ExecutionError when the engine is gone, CapacityError while it is being restarted, RequestError for invalid operations.
         """
-        self.check()
+        if not (self.link.awaits_weights and isinstance(operation, UpdateFromDisk)):
+            self.check()
         match operation:
             case PauseGeneration() | ContinueGeneration():
                 reply = await self._tell(operation)
@@ -105,6 +112,8 @@ class WeightControl:
                 reply = _sum_of(await self._ask(self._up()[:1], operation))
             case CancelUpdate():
                 reply = self._cancel()
+            case UpdateFromDisk() if self.link.awaits_weights:
+                reply = await _to_its_end(self._revive(operation))
             case UpdateFromDisk() | UpdateFromTensors() | UpdateFromDistributed():
                 with self._cancellable() as undecided:
                     async with self._turn:
@@ -124,6 +133,8 @@ class WeightControl:
         reply = msgspec.structs.replace(reply, weight_version=self.version)
         if reply.success:
             self.on_done(operation)
+            if isinstance(operation, UpdateFromDisk) and self.link.has_gone:
+                threading.Thread(target=self.revive, name="revive", daemon=True).start()
         return reply
 
     # -- pause and continue
@@ -169,10 +180,35 @@ class WeightControl:
         text = f"cancelled: {number} operations" if number != 1 else "cancelled: 1 operation"
         return WeightOpReply(NO_REPLY, True, text, self.version)
 
+    async def _revive(self, update: UpdateFromDisk) -> WeightOpReply:
+        """Start the schedulers that had no weights to load with these."""
+        async with self._turn:
+            if not self.link.awaits_weights:
+                with self._cancellable() as undecided:
+                    return await self._update(update, undecided)
+            update, before = self._with_copy(update), self.log.standing
+            self.log.enter(update)
+            why_not = await asyncio.to_thread(self.revive)
+            if not self.link.replicas_up():
+                self.log.take_back(before)
+                return WeightOpReply(NO_REPLY, False, why_not or NO_WEIGHTS, self.version)
+            self._drop_copies()
+            return WeightOpReply(NO_REPLY, True, "the scheduler was started again with these weights", self.version)
+
+    def _with_copy(self, update: UpdateFromDisk) -> UpdateFromDisk:
+        return msgspec.structs.replace(update, keep_at=self.copies.next_path())
+
+    def _drop_copies(self) -> None:
+        """All but that of the current weights."""
+        weights = self.log.standing.weights
+        self.copies.keep_only(weights.copy if weights is not None else "")
+
     async def _update(self, update: Update, undecided: Undecided) -> WeightOpReply:
         self.check()
         if isinstance(update, UpdateFromDistributed):
             self._check_group(update.group_name)
+        if isinstance(update, UpdateFromDisk):
+            update = self._with_copy(update)
         try:
             return await self._phases.carry_out(update, undecided, lambda: self._undecided.discard(undecided))
         except Refused as refused:
@@ -180,6 +216,8 @@ class WeightControl:
                 # Some replicas have left the group, which is unusable without them.
                 return await self._leave_group(update.group_name, refused.reply)
             return refused.reply
+        finally:
+            self._drop_copies()
 
     async def _release(self, operation: ReleaseMemory) -> WeightOpReply:
         replies = await self._ask_every(operation)
@@ -282,6 +320,11 @@ class WeightControl:
         """False once tensors were pushed: only the replicas that received them have them. From any thread."""
         return self.log.can_be_told
 
+    def reload(self) -> UpdateFromDisk | None:
+        """What reads the current weights; None while they are those of the start, or were pushed. From any thread."""
+        weights = self.log.standing.weights
+        return weights.reload() if weights is not None else None
+
     async def catch_up(self, replica: Replica, started_from: str) -> None:
         """Bring a restarted replica, which has loaded the checkpoint with this fingerprint, to the state of the others.
 
@@ -306,12 +349,16 @@ class WeightControl:
 
     async def _repeat(self, replica: Replica, order: WeightOperation, weights: Weights | None) -> None:
         (reply,) = (await self._ask([replica], order)).values()
-        is_update = isinstance(order, UpdateFromDisk)
-        if not reply.success and is_update:
+        if not reply.success and isinstance(order, UpdateFromDisk):
             raise ModelError(f"the current weights could not be loaded again: {reply.message}")
         if not reply.success:
             raise ExecutionError(f"{type(order).__name__} could not be repeated: {reply.message}")
-        if is_update and weights is not None and reply.fingerprint != weights.fingerprint:
+        if not isinstance(order, UpdateFromDisk) or weights is None:
+            return
+        current = self.log.standing.weights
+        if current == weights and not current.fingerprint:
+            self.log.note_fingerprint(reply.fingerprint)
+        elif not _is_of(reply.fingerprint, order, current if current == weights else weights):
             raise ModelError(
                 "the files of the current weights have changed since they were loaded, so this replica would serve others under the same "
                 "name. Put the old files back, or update the weights from the new ones"
@@ -355,6 +402,13 @@ async def _to_its_end(work: Coroutine[Any, Any, WeightOpReply]) -> WeightOpReply
     except asyncio.CancelledError:
         task.add_done_callback(_note_failure)
         raise
+
+
+def _is_of(fingerprint: str, order: UpdateFromDisk, weights: Weights) -> bool:
+    """Whether the files that were read are those of the weights. Their copy, which nobody else writes, is of another time."""
+    if weights.update is not None and order.model_path == weights.update.keep_at:
+        return content_of(fingerprint) == content_of(weights.fingerprint)
+    return fingerprint == weights.fingerprint
 
 
 def _note_failure(task: "asyncio.Task[WeightOpReply]") -> None:

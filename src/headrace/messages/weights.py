@@ -35,12 +35,14 @@ class ContinueGeneration(_Operation, frozen=True, tag=True, array_like=True, gc=
 
 
 class UpdateFromDisk(_Operation, frozen=True, tag=True, array_like=True, gc=False):
-    """All weights from the checkpoint at `model_path`, a name or a path. load_format: as --load-format."""
+    """All weights from the checkpoint at `model_path`, a name or a path. load_format: as --load-format. keep_at: a new folder for a copy of it, see
+    `checkpoint.copies`; "" = none is kept."""
 
     model_path: str
     load_format: Literal["auto", "safetensors", "gguf"] = "auto"
     abort_all_requests: bool = False
     weight_version: str | None = None
+    keep_at: str = ""
 
 
 class UpdateFromTensors(_Operation, frozen=True, tag=True, array_like=True, gc=False):

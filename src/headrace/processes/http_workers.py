@@ -82,7 +82,7 @@ class HttpWorkers:
             on_down=lambda dead: self._loop.call_soon_threadsafe(self._door.remove, dead.source),
             on_up=lambda child: None,
             on_failure=lambda _, message: self.on_death(message),
-            on_refused=lambda _, message: self.on_death(message),
+            on_refused=lambda _, message, __: self.on_death(message),
             start_limit_s=self._args.watchdog_timeout_s,
         )
         supervisor = Supervisor(self.children, lambda message: self.on_death(message), recover=recovery.recover)

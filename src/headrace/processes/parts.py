@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 from headrace import log
 from headrace.config.server_args import ServerArgs
+from headrace.errors import HeadraceError, ModelError
 from headrace.frontend.server_info import of_all_replicas
 from headrace.messages.channel import Channels, FanOutSender, Ports
 from headrace.messages.control import ReadyInfo, ShutdownReq
 from headrace.messages.sockets import SocketChannels
+from headrace.messages.weights import UpdateFromDisk
 from headrace.processes.child import ChildProcess, stop_all
 from headrace.processes.handshake import OnProgress
 from headrace.processes.recovery import Recovery, RestartBudget, Supervisor
@@ -91,8 +93,17 @@ class ChildParts(Parts):
         # Clients were told how many tokens fit: a new scheduler must offer as many. Its adapters are sent to it, since others may have come.
         args = dataclasses.replace(self._args, max_total_tokens=manager.ready.max_total_tokens, lora_paths="")
 
-        def respawn(dead: ChildProcess) -> ChildProcess:
-            return self._spawn(dead.kind, args, self.ports, dead.index, manager.link.new_source())
+        def respawn(dead: ChildProcess, begin_with: UpdateFromDisk | None) -> ChildProcess:
+            own = args
+            if begin_with is not None:
+                own = dataclasses.replace(
+                    args,
+                    model_path=begin_with.model_path,
+                    load_format=begin_with.load_format,
+                    tokenizer_path=args.tokenizer_name,
+                    served_model_name=",".join(args.served_names),
+                )
+            return self._spawn(dead.kind, own, self.ports, dead.index, manager.link.new_source())
 
         self._restarts = Restarts(self._args, self.children, respawn, self.channels, manager, on_death)
         self._restarts.start()
@@ -121,15 +132,15 @@ class Restarts:
     """Watches the children of an engine from `start` to `stop`. Puts together the three that know how: `Supervisor` notices deaths, `Recovery` starts
     children again, and the TokenizerManager moves the requests. Its methods run in their threads.
 
-    children: those that live; a dead one is taken out and its replacement put in. respawn: starts a child in place of a dead one.
-    on_death: called from a thread, with a message for clients, when the engine cannot continue.
+    children: those that live; a dead one is taken out and its replacement put in. respawn: starts a child in place of a dead one, a scheduler with
+    these weights; None = those of the server's start. on_death: called from a thread, with a message for clients, when the engine cannot continue.
     """
 
     def __init__(
         self,
         args: ServerArgs,
         children: list[ChildProcess],
-        respawn: Callable[[ChildProcess], ChildProcess],
+        respawn: Callable[[ChildProcess, UpdateFromDisk | None], ChildProcess],
         channels: Channels,
         manager: "TokenizerManager",
         on_death: Callable[[str], None],
@@ -138,15 +149,20 @@ class Restarts:
         self._channels = channels
         self._manager = manager
         self._on_death = on_death
+        self._respawn = respawn
+        # Schedulers without weights that they could load, with the reason; and those that begin with the weights in force.
+        self._refused: list[tuple[ChildProcess, str]] = []
+        self._begin_with_current: set[int] = set()
         self._recovery = Recovery(
             children,
             RestartBudget(0 if args.disable_recovery else args.max_restarts),
-            respawn,
+            self._start_again,
             on_down=self._down,
             on_up=self._up,
             on_failure=lambda _, message: on_death(message),
-            on_refused=self._refused,
+            on_refused=self._refuse,
             start_limit_s=args.watchdog_timeout_s,
+            may_start_otherwise=self._may_begin_with_current,
         )
         # With --nnodes, all nodes end together and are started again by who started them.
         self._is_alone = args.num_nodes == 1
@@ -158,6 +174,7 @@ class Restarts:
             on_silence=(lambda silent: None) if self._is_alone else _end_stopped_scheduler,
         )
         manager.link.on_dismissed = self._end_scheduler
+        manager.weights.revive = self._revive
 
     def start(self) -> None:
         self._supervisor.start()
@@ -180,6 +197,7 @@ class Restarts:
         if not self._others_serve(dead):
             return False
         self._recovery.retire(dead)
+        self._refused.append((dead, "the weights were pushed"))
         self._manager.parts.gone(dead.name, dead.index)
         return True
 
@@ -199,12 +217,37 @@ class Restarts:
             sender.close()  # what it has not read must not reach the next incarnation
             raise
 
-    def _refused(self, dead: ChildProcess, message: str) -> None:
-        """Its options or its model were refused, so it is not restarted."""
-        if self._others_serve(dead):
+    def _start_again(self, dead: ChildProcess) -> ChildProcess:
+        begins_with_current = dead.kind == "scheduler" and dead.index in self._begin_with_current
+        return self._respawn(dead, self._manager.weights.reload() if begins_with_current else None)
+
+    def _may_begin_with_current(self, process: ChildProcess, error: HeadraceError) -> bool:
+        """Whether the checkpoint of the server's start cannot be read any more, and the weights in force are others."""
+        if (
+            process.kind != "scheduler"
+            or process.index in self._begin_with_current
+            or not isinstance(error, ModelError)
+        ):
+            return False
+        self._begin_with_current.add(process.index)
+        return self._manager.weights.reload() is not None
+
+    def _refuse(self, dead: ChildProcess, message: str, error: HeadraceError) -> None:
+        """Its options or its model were refused, so it is not restarted, unless other weights are loaded."""
+        awaits_weights = dead.kind == "scheduler" and isinstance(error, ModelError)
+        if awaits_weights:
+            self._refused.append((dead, error.message))
+        if awaits_weights or self._others_serve(dead):
             self._manager.parts.gone(dead.name, dead.index)
         else:
             self._on_death(message)
+
+    def _revive(self) -> str:
+        """Start the refused schedulers with the weights in force. Returns why one was refused again, or ""."""
+        refused, self._refused = [dead for dead, _ in self._refused], []
+        self._begin_with_current |= {dead.index for dead in refused}
+        self._recovery.revive(refused)
+        return self._refused[0][1] if self._refused else ""
 
     def _others_serve(self, dead: ChildProcess) -> bool:
         """Whether the requests of a scheduler that does not come back can go to another one."""

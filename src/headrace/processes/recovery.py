@@ -122,7 +122,8 @@ class Recovery:
     respawn: starts a process in place of a dead one. on_down: a process is out of service. on_up: its replacement can serve; raises
     HeadraceError when the replacement cannot be put into service.
     on_failure: there have been too many restarts. on_refused: the options or the model made the start fail, so another one would fail as
-    well. Both get the dead process and a message for clients. start_limit_s: a start that takes longer has failed; 0 = no limit.
+    well; gets the error, too. Both get the dead process and a message for clients. may_start_otherwise: whether a start of which this is the error
+    is to be tried once more; then `respawn` does it in another way. start_limit_s: a start that takes longer has failed; 0 = no limit.
     """
 
     children: list[ChildProcess]
@@ -131,8 +132,9 @@ class Recovery:
     on_down: Callable[[ChildProcess], object]
     on_up: Callable[[ChildProcess], None]
     on_failure: Callable[[ChildProcess, str], None]
-    on_refused: Callable[[ChildProcess, str], None]
+    on_refused: Callable[[ChildProcess, str, HeadraceError], None]
     start_limit_s: float
+    may_start_otherwise: Callable[[ChildProcess, HeadraceError], bool] = lambda process, error: False
     _stopping: threading.Event = field(default_factory=threading.Event, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _threads: list[threading.Thread] = field(default_factory=list, init=False)
@@ -149,10 +151,13 @@ class Recovery:
             self.children.remove(dead)
         dead.kill()
         self.on_down(dead)
-        thread = threading.Thread(target=self._restart, args=(dead,), name=f"restart {dead.name}", daemon=True)
-        self._threads = [other for other in self._threads if other.is_alive()] + [thread]
-        thread.start()
+        self._begin(dead)
         return True
+
+    def revive(self, refused: Sequence[ChildProcess]) -> None:
+        """Start others in place of those that were refused or retired, and wait until they serve, or are refused again."""
+        for thread in [self._begin(dead) for dead in refused]:
+            thread.join()
 
     def retire(self, dead: ChildProcess) -> None:
         """Take a dead process out of service without starting another."""
@@ -167,6 +172,12 @@ class Recovery:
             if thread is not threading.current_thread():
                 thread.join()
 
+    def _begin(self, dead: ChildProcess) -> threading.Thread:
+        thread = threading.Thread(target=self._restart, args=(dead,), name=f"restart {dead.name}", daemon=True)
+        self._threads = [other for other in self._threads if other.is_alive()] + [thread]
+        thread.start()
+        return thread
+
     def _restart(self, dead: ChildProcess) -> None:
         begin = time.monotonic()
         while True:
@@ -177,6 +188,10 @@ class Recovery:
                 return
             if error is None:
                 error = self._put_into_service(process)
+            elif self.may_start_otherwise(process, error):
+                process.kill()
+                logger.warning("the %s process starts in another way: %s", process.name, error.message)
+                continue
             if error is None:
                 logger.warning("the %s process is back after %.1f s", process.name, time.monotonic() - begin)
                 return
@@ -188,7 +203,7 @@ class Recovery:
             message = f"the {process.name} process has died and could not be restarted"
             # What is wrong with the options or the model will be wrong the next time.
             if isinstance(error, ConfigError | ModelError):
-                self.on_refused(process, message)
+                self.on_refused(process, message, error)
                 return
             if not self.budget.take():
                 self.on_failure(process, message)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.config.server_args import spellings
-from headrace.errors import AuthError, MethodError, RequestError
+from headrace.errors import AuthError, CapacityError, MethodError, RequestError
 from headrace.frontend.server_info import (
     describe_load,
     describe_server,
@@ -28,10 +28,14 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
     abort_all: bool = False
 
 
-class Liveness(msgspec.Struct, frozen=True):
-    """ok, or unavailable with status 503."""
+class Liveness(msgspec.Struct, frozen=True, omit_defaults=True):
+    """ok, or unavailable with status 503. reason: why it stays so until somebody does something."""
 
     status: Literal["ok", "unavailable"]
+    reason: str = ""
+
+
+OK, UNAVAILABLE = Liveness("ok"), Liveness("unavailable")
 
 
 class FlushQuery(msgspec.Struct, forbid_unknown_fields=True):
@@ -66,32 +70,38 @@ class UnloadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
 
 async def health(exchange: Exchange) -> None:
     """Cheap liveness check: 200 while the engine's processes are alive, else 503."""
-    await _answer_health(exchange, await exchange.context.frontend.health(generate=False))
+    await _answer_health(exchange, await _health(exchange))
 
 
 async def health_generate(exchange: Exchange) -> None:
     """200 if the engine can generate a token (or requests run, which proves it), else 503."""
     async with exchange.until_client_leaves():
-        alive = await exchange.context.frontend.health(generate=True)
-    await _answer_health(exchange, alive)
+        found = await _health(exchange, generate=True)
+    await _answer_health(exchange, found)
 
 
 async def ready(exchange: Exchange) -> None:
     """200 if new requests are accepted: started, not draining, alive."""
-    context = exchange.context
-    await _answer_health(exchange, context.status.ready and await context.frontend.health(generate=False))
+    await _answer_health(exchange, await _health(exchange) if exchange.context.status.ready else UNAVAILABLE)
 
 
 async def ping(exchange: Exchange) -> None:
     """200 while the HTTP server runs."""
-    await _answer_health(exchange, True)
+    await _answer_health(exchange, OK)
 
 
-async def _answer_health(exchange: Exchange, alive: bool) -> None:
-    if alive:
-        await exchange.reply_json({"status": "ok"})
+async def _health(exchange: Exchange, generate: bool = False) -> Liveness:
+    try:
+        return OK if await exchange.context.frontend.health(generate=generate) else UNAVAILABLE
+    except CapacityError as error:
+        return Liveness("unavailable", error.message)
+
+
+async def _answer_health(exchange: Exchange, found: Liveness) -> None:
+    if found == OK:
+        await exchange.reply_json(found)
     else:
-        await exchange.reply_json({"status": "unavailable"}, 503, [(b"retry-after", b"1")])
+        await exchange.reply_json(found, 503, [(b"retry-after", b"1")])
 
 
 async def model_info(exchange: Exchange) -> None:

@@ -87,7 +87,7 @@ class RequestFrontend(Protocol):
         """Close a session of the caller, or for an admin any session. Raises NotFoundError."""
 
     async def health(self, generate: bool = False) -> bool:
-        """Whether the engine is alive and, with `generate`, can generate a token."""
+        """Whether the engine is alive and, with `generate`, can generate a token. Raises CapacityError when it awaits weights."""
 
     @property
     def adapters(self) -> Adapters: ...
