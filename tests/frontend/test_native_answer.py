@@ -3,16 +3,24 @@
 import pytest
 
 from headrace.frontend.native_answer import NativeStream, native_answer, whole_answer
-from headrace.frontend.sample_update import SampleLogprobs, SampleTimes, SampleUpdate, SampleUsage, TokenLogprobs
-from headrace.messages.outputs import FinishReason
+from headrace.frontend.sample_update import LogprobLists, SampleLogprobs, SampleTimes, SampleUpdate, SampleUsage
+from headrace.messages.outputs import FinishReason, LogprobBlock
+from headrace.messages.packing import pack_float32, pack_int32
 
 LENGTH = FinishReason("length", length=4)
 
 
 def logprobs(ids, prompt_ids=()):
     """With one alternative and no ids asked for."""
-    prompt = TokenLogprobs([(-2.0, i, None) for i in prompt_ids], [[(-1.0, i, None)] for i in prompt_ids])
-    return SampleLogprobs(prompt, TokenLogprobs([(-0.5, i, None) for i in ids], [[(-0.25, i, None)] for i in ids]))
+    made = []
+    for tokens, value, top in ((prompt_ids, -2.0, -1.0), (ids, -0.5, -0.25)):
+        lists = LogprobLists()
+        packed = pack_int32(tokens)
+        lists.extend(
+            LogprobBlock(packed, pack_float32([value] * len(tokens)), packed, pack_float32([top] * len(tokens))), ()
+        )
+        made.append(lists.since(0, True, (), None))
+    return SampleLogprobs(*made)
 
 
 def update(text, ids, finish=None, *, total=0, index=0, is_listed=False, logprobs=None):

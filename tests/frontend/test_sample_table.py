@@ -14,7 +14,7 @@ def make_table(num_slots=8, max_waiting=8):
 
 def make_call(*rids, names=(), tenant=None):
     """A call whose names stand for all of its samples."""
-    call = CallState(stream=False, is_list=len(rids) > 1, token_text=lambda _: None)
+    call = CallState(stream=False, is_list=len(rids) > 1, token_text=None)
     call.tenant = tenant or Tenant(TenantLimits(name=""))
     scope = call.tenant.scope
     call.samples = [ReqState(scope + rid, rid, i, i == 0, call, 0.0) for i, rid in enumerate(rids)]

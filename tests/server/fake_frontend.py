@@ -26,14 +26,12 @@ from headrace.frontend.control import MainOperations
 from headrace.frontend.prompts import CallLimits, split_call
 from headrace.frontend.runtime_settings import Limits
 from headrace.frontend.sample_update import (
-    LogprobItem,
-    LogprobRow,
+    LogprobLists,
     PromptProgress,
     SampleLogprobs,
     SampleTimes,
     SampleUpdate,
     SampleUsage,
-    TokenLogprobs,
 )
 from headrace.frontend.tenants import ANONYMOUS, Caller
 from headrace.media_kinds import MediaRefs
@@ -48,7 +46,8 @@ from headrace.messages.control import (
 )
 from headrace.messages.media import NO_MEDIA_SUPPORT, MediaSupport
 from headrace.messages.operations import OPERATIONS, LimitChanges, OperationReq, RankInfo, answered
-from headrace.messages.outputs import FinishReason
+from headrace.messages.outputs import FinishReason, LogprobBlock
+from headrace.messages.packing import pack_float32, pack_int32
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import UpdateFromTensors, WeightOperation, WeightOpReply
 from headrace.metrics.catalog import Metrics
@@ -91,6 +90,19 @@ def events(reply: httpx.Response) -> list[Any]:
     assert frames.count("data: [DONE]") == 1
     assert frames.pop() == "data: [DONE]"
     return [json.loads(frame.removeprefix("data: ")) for frame in frames]
+
+
+def block(
+    values: Sequence[float],
+    ids: Sequence[int],
+    top: Sequence[float] = (),
+    top_ids: Sequence[int] = (),
+    picked: Sequence[float] = (),
+) -> LogprobBlock:
+    """Logprobs of tokens, as the engine sends them."""
+    return LogprobBlock(
+        pack_int32(ids), pack_float32(values), pack_int32(top_ids), pack_float32(top), pack_float32(picked)
+    )
 
 
 @dataclass
@@ -384,21 +396,23 @@ class FakeFrontend:
         return text if ended else text.rstrip("\ufffd")
 
     def _logprobs(self, prompt: Any, ids: list[int], new: list[int], is_first: bool, index: int = 0) -> SampleLogprobs:
-        def item(value: float, token_id: int) -> LogprobItem:
-            return value, token_id, self.tokenizer.decode([token_id])
-
-        k, picked = prompt.top_logprobs_num, prompt.token_ids_logprob
-        output = TokenLogprobs(
-            [item(self.script.sampled(index)[1] if self.script.sampled else -0.5, i) for i in new],
-            [[item(-0.5 - j, j + 40) for j in range(k)] for _ in new] if k else None,
-            [[item(self.script.picked(ids, i), i) for i in picked] for _ in new] if picked else None,
-        )
-        shown = ids if is_first and prompt.logprob_start_len == 0 else []
-        entries = [item(-0.25, i) for i in shown]
+        k, picked = prompt.top_logprobs_num, tuple(prompt.token_ids_logprob)
+        value = self.script.sampled(index)[1] if self.script.sampled else -0.5
+        output, shown = LogprobLists(), ids if is_first and prompt.logprob_start_len == 0 else []
+        for i in new:
+            top = range(40, 40 + k)
+            output.extend(
+                block([value], [i], [-0.5 - j for j in range(k)], top, [self.script.picked(ids, i) for i in picked]),
+                picked,
+            )
+        before = LogprobLists()
         if shown:
-            entries[0] = (None, *entries[0][1:])
-        rows: list[LogprobRow] = [None if n == 0 else [item(-0.25, i)] for n, i in enumerate(shown)]
-        return SampleLogprobs(TokenLogprobs(entries, rows if k else None, rows if picked else None), output)
+            before.add_unknown(shown[0])
+        for i in shown[1:]:
+            before.extend(block([-0.25], [i], [-0.25] if k else [], [i] if k else [], [-0.25] * len(picked)), picked)
+        return SampleLogprobs(
+            *(lists.since(0, k > 0, picked, lambda i: self.tokenizer.decode([i])) for lists in (before, output))
+        )
 
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Any = None) -> None:
         self.aborted.append("*" if abort_all else rid)

@@ -243,6 +243,9 @@ class ServerOptions:
     max_n: int = _serving(64, "Most samples (`n`) of one prompt.", POSITIVE)
     max_batch_prompts: int = _serving(1024, "Most prompts in one request.", POSITIVE)
     max_body_bytes: int = _serving(32 << 20, "Largest request body, in bytes.", POSITIVE)
+    max_reply_bytes: int = _serving(
+        128 << 20, "Most bytes of a request's outputs, 8 a logprob; one that may take more is refused (400).", POSITIVE
+    )
     stream_interval: int = _serving(1, "Send a chunk of a stream every N tokens.", POSITIVE)
     incremental_streaming_output: bool = _serving(
         False, "Send only new output in each chunk of a /generate stream, not all output so far."

@@ -4,7 +4,8 @@
 Made from a `SampleUpdate`; nothing else reads such a dict. Pure functions, and `NativeStream`, which belongs to one call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from headrace.messages.outputs import FinishReason, SpeculationCounts
 from headrace.messages.packing import unpack_float32
 
 NativeAnswer = dict[str, Any]
+encode = msgspec.json.Encoder().encode
 
 _POOLED_META = (
     "id",
@@ -53,6 +55,28 @@ def whole_answer(
     return answers if updates[0].is_listed else answers[0]
 
 
+def answer_pieces(updates: Sequence[SampleUpdate], beside: NativeAnswer) -> Iterator[bytes]:
+    """`whole_answer` as JSON in pieces, for one that is long."""
+    begin = b"[" if updates[0].is_listed else b""
+    for update in updates:
+        answer = native_answer(msgspec.structs.replace(update, logprobs=None, hidden_states=None)) | beside
+        meta = answer.pop("meta_info")
+        yield begin + encode(answer)[:-1] + b',"meta_info":' + encode(meta)[:-1]
+        lists = [*_logprob_lists(update.logprobs)] if update.logprobs is not None else []
+        if update.hidden_states is not None:
+            lists.append(("hidden_states", _hidden_rows(update.hidden_states, update.hidden_size)))
+        for name, parts in lists:
+            before = b",%b:[" % encode(name)
+            for part in filter(None, parts):
+                yield before + encode(part)[1:-1]
+                before = b","
+            yield b"]" if before == b"," else before + b"]"
+        yield b"}}"
+        begin = b","
+    if updates[0].is_listed:
+        yield b"]"
+
+
 def pooled_answers(updates: Sequence[SampleUpdate]) -> NativeAnswer | list[NativeAnswer]:
     """The reply of a call whose inputs became vectors: of its only input, or a list of all in order."""
     answers = [pooled_answer(update) for update in updates]
@@ -77,12 +101,14 @@ def native_answer(update: SampleUpdate) -> NativeAnswer:
 
 def _answer(update: SampleUpdate, text: str, ids: list[int], logprobs: SampleLogprobs | None) -> NativeAnswer:
     answer: NativeAnswer = {"text": text, "output_ids": ids, "meta_info": _meta_info(update)}
-    if logprobs is not None:
-        _add_logprobs(answer["meta_info"], logprobs)
+    for name, parts in _logprob_lists(logprobs) if logprobs is not None else ():
+        answer["meta_info"][name] = [*chain.from_iterable(parts)]
     if update.mean_logprob is not None:
         answer["meta_info"]["normalized_prompt_logprob"] = finite(update.mean_logprob)
     if update.hidden_states is not None:
-        answer["meta_info"]["hidden_states"] = update.hidden_states
+        answer["meta_info"]["hidden_states"] = [
+            *chain.from_iterable(_hidden_rows(update.hidden_states, update.hidden_size))
+        ]
     if update.progress is not None:
         answer["prompt_progress"] = msgspec.structs.asdict(update.progress)
     if update.is_listed:
@@ -124,16 +150,22 @@ def _speculation(counts: SpeculationCounts) -> dict[str, Any]:
     }
 
 
-def _add_logprobs(meta: dict[str, Any], logprobs: SampleLogprobs) -> None:
-    prompt, output = logprobs.prompt, logprobs.output
-    meta["input_token_logprobs"] = prompt.tokens
-    meta["output_token_logprobs"] = output.tokens
-    if output.top is not None:
-        meta["input_top_logprobs"] = prompt.top
-        meta["output_top_logprobs"] = output.top
-    if output.picked is not None:
-        meta["input_token_ids_logprobs"] = prompt.picked
-        meta["output_token_ids_logprobs"] = output.picked
+def _logprob_lists(logprobs: SampleLogprobs) -> Iterator[tuple[str, Iterator[list[Any]]]]:
+    """The name of each list of logprobs, and the list in parts."""
+    sides = ("input", logprobs.prompt), ("output", logprobs.output)
+    for side, all_of in sides:
+        yield f"{side}_token_logprobs", (part.tokens for part in all_of.parts())
+    if logprobs.output.top_ids is not None:
+        for side, all_of in sides:
+            yield f"{side}_top_logprobs", (part.top or [] for part in all_of.parts())
+    if logprobs.output.picked_ids is not None:
+        for side, all_of in sides:
+            yield f"{side}_token_ids_logprobs", (part.picked or [] for part in all_of.parts())
+
+
+def _hidden_rows(states: bytes, hidden_size: int) -> Iterator[list[list[float]]]:
+    row_bytes = 4 * max(1, hidden_size)
+    return ([unpack_float32(states[at : at + row_bytes])] for at in range(0, len(states), row_bytes))
 
 
 def _finish_reason(finish: FinishReason) -> dict[str, Any]:

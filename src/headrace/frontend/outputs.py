@@ -163,7 +163,9 @@ class Outputs:
             sample.call.tenant.use_tokens(new_tokens)
             self.metrics.key_generation_tokens.add(sample.call.tenant.name, new_tokens)
             if sample.call.stream and sample.num_unread_bytes > self.max_unread_bytes:
-                self._cut_off(sample)
+                self._cut_off(sample, f"more than {self.max_unread_bytes} bytes were left unread")
+        if (row.logprobs or row.prompt_logprobs or row.hidden_states) and not self.table.hold_output(sample):
+            self._cut_off(sample, "the logprobs of all requests of this client take too much memory now")
         if row.finish is not None:
             self.endings.end(sample, row.finish)
         return new_tokens
@@ -177,11 +179,9 @@ class Outputs:
         self.metrics.time_to_first_token_s.observe(sample.first_token_s - sample.created_s)
         count_prompt(sample, self.metrics)
 
-    def _cut_off(self, sample: ReqState) -> None:
-        """Abort a sample whose client does not read. The client can still read what there is."""
+    def _cut_off(self, sample: ReqState, why: str) -> None:
+        """Abort a sample that takes too much memory. The client can still read what there is."""
         if not sample.abort_asked:
             sample.abort_asked = True
-            limit = self.max_unread_bytes
-            rid = sample.timeline.own_rid
-            logger.warning("aborted rid %s: its client left more than %d bytes unread", rid, limit)
-            self.link.send(AbortReq((sample.rid,), message=f"more than {limit} bytes were left unread"))
+            logger.warning("aborted rid %s: %s", sample.timeline.own_rid, why)
+            self.link.send(AbortReq((sample.rid,), message=why))

@@ -28,7 +28,7 @@ from headrace.frontend.tenants import ANONYMOUS, Tenant, TenantLimits
 from headrace.media_kinds import MediaKind
 from headrace.messages.namespaces import of_adapter
 from headrace.messages.outputs import FinishReason, PromptPart, SampleStats, TokenIDOut, TokenVersions
-from headrace.messages.packing import unpack_float32, unpack_int32
+from headrace.messages.packing import unpack_int32
 from headrace.messages.requests import EngineTask, PromptContent, Room, TokenizedGenerateReqInput
 from headrace.metrics.timeline import Note, Timeline
 
@@ -71,8 +71,8 @@ class ReqState:
     request: as it was first sent. replica: the replica that has it, -1 = none. routed_replica: the only one that may have it.
     num_sends: how often it was sent. num_deaths: how many times in a row the replica that had it died; num_outputs_at_death: its
     number of outputs at the last death; see `engine_link`.
-    media_bytes, media_tokens: of the media that its request carries. began_s: when it first began to run. num_processed: tokens of its prompt that
-    are computed or were cached. versions: of its tokens, where they change.
+    media_bytes, media_tokens: of the media that its request carries. held_bytes: of `packed_bytes`, counted in the table. began_s: when it first
+    began to run. num_processed: tokens of its prompt that are computed or were cached. versions: of its tokens, where they change.
     _num_taken_texts etc.: how much of its output earlier updates contained.
     """
 
@@ -91,6 +91,7 @@ class ReqState:
     num_prompt_tokens: int = 0
     num_processed: int = 0
     media_bytes: int = 0
+    held_bytes: int = 0
     media_tokens: Mapping[MediaKind, int] = field(default_factory=dict)
     leader: "ReqState | None" = None
     logged_input: str = ""
@@ -118,7 +119,8 @@ class ReqState:
     output_ids: list[int] = field(default_factory=list)
     input_logprobs: LogprobLists = field(default_factory=LogprobLists)
     output_logprobs: LogprobLists = field(default_factory=LogprobLists)
-    hidden_states: list[list[float]] = field(default_factory=list)
+    hidden_states: bytearray = field(default_factory=bytearray)
+    hidden_size: int = 0
     pooled: bytes | None = None
     versions: tuple[TokenVersions, ...] = ()
     _followers: list["ReqState"] = field(default_factory=list)
@@ -138,9 +140,15 @@ class ReqState:
     @property
     def num_unread_bytes(self) -> int:
         ids = len(self.output_ids) - self._num_taken_ids
-        logprobs = len(self.output_logprobs.tokens) - self._num_taken_logprobs
+        logprobs = len(self.output_logprobs) - self._num_taken_logprobs
         # Mostly text of one byte a character; an id, and each entry of a logprob list, is some digits.
         return self._num_unread_characters + 4 * ids + 32 * logprobs * (1 + self.top_num + len(self.picked_ids))
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of its logprobs and hidden states. Samples of a prompt share the prompt's."""
+        own = 0 if self.leader is not None else self.input_logprobs.num_bytes
+        return own + self.output_logprobs.num_bytes + len(self.hidden_states)
 
     @property
     def failed(self) -> HeadraceError | None:
@@ -163,14 +171,14 @@ class ReqState:
             self._num_unread_characters += len(text)
         if row.prompt_logprobs is not None:
             self._start_prompt_logprobs()
-            self.input_logprobs.extend(row.prompt_logprobs, self.picked_ids, self.call.token_text)
+            self.input_logprobs.extend(row.prompt_logprobs, self.picked_ids)
         if row.logprobs is not None and self.wants_logprobs:
-            self.output_logprobs.extend(row.logprobs, self.picked_ids, self.call.token_text)
+            self.output_logprobs.extend(row.logprobs, self.picked_ids)
         if row.hidden_states:
-            values = unpack_float32(row.hidden_states)
-            if len(values) % hidden_size:
-                raise ValueError(f"{len(values)} hidden state values, rows of {hidden_size}")
-            self.hidden_states += [values[i : i + hidden_size] for i in range(0, len(values), hidden_size)]
+            if len(row.hidden_states) % (4 * hidden_size):
+                raise ValueError(f"{len(row.hidden_states)} bytes of hidden states, rows of {hidden_size} values")
+            self.hidden_states += row.hidden_states
+            self.hidden_size = hidden_size
         if row.pooled:
             self.pooled = row.pooled
         self.versions += row.versions
@@ -277,12 +285,13 @@ class ReqState:
             stats.weight_version,
             stats.num_retractions,
             self._new_logprobs() if self.wants_logprobs and tells_all else None,
-            self.hidden_states if ended and self.wants_hidden_states else None,
+            bytes(self.hidden_states) if ended and self.wants_hidden_states else None,
             stats.speculation if ended else None,
             self.pooled,
             progress,
             self.versions,
             self.input_logprobs.mean() if ended and self.wants_mean_logprob else None,
+            self.hidden_size,
         )
         self._num_taken_texts, self._num_taken_ids = len(self._texts), num_ids
         self._num_unread_characters = 0
@@ -290,11 +299,11 @@ class ReqState:
 
     def _new_logprobs(self) -> SampleLogprobs:
         self._start_prompt_logprobs()
-        has_top, has_picked = self.top_num > 0, bool(self.picked_ids)
-        prompt = self.input_logprobs.since(self._num_taken_prompt_logprobs, has_top, has_picked)
-        output = self.output_logprobs.since(self._num_taken_logprobs, has_top, has_picked)
-        self._num_taken_prompt_logprobs = len(self.input_logprobs.tokens)
-        self._num_taken_logprobs = len(self.output_logprobs.tokens)
+        asked = self.top_num > 0, self.picked_ids, self.call.token_text
+        prompt = self.input_logprobs.since(self._num_taken_prompt_logprobs, *asked)
+        output = self.output_logprobs.since(self._num_taken_logprobs, *asked)
+        self._num_taken_prompt_logprobs = len(self.input_logprobs)
+        self._num_taken_logprobs = len(self.output_logprobs)
         return SampleLogprobs(prompt, output)
 
     @property
@@ -304,8 +313,8 @@ class ReqState:
         return (len(self.output_ids) - 1) / elapsed_s if elapsed_s > 0 else None
 
     def _start_prompt_logprobs(self) -> None:
-        if self.first_logprob_id is not None and not self.input_logprobs.tokens:
-            self.input_logprobs.add_unknown(self.first_logprob_id, self.call.token_text)
+        if self.first_logprob_id is not None and not self.input_logprobs:
+            self.input_logprobs.add_unknown(self.first_logprob_id)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -315,12 +324,13 @@ class CallState:
     names: rids that stand for all samples of the call, or of a prompt. error: ends the whole call.
     timeout_s, queue_timeout_s: limits on its whole time and on its waiting; 0 = none.
     is_list: its answer is a list. tenant: whose limits count. owner: whose it is. turn: whose turn it takes, see `Caller`.
-    token_text: text of a token for logprob lists. given_bytes: of the media that its client gave. wants_progress: updates say how far prompts are.
+    token_text: text of a token for logprob lists; None = not requested. given_bytes: of the media that its client gave. wants_progress: updates say
+    how far prompts are.
     """
 
     stream: bool
     is_list: bool
-    token_text: TokenText
+    token_text: TokenText | None
     wants_progress: bool = False
     tenant: Tenant = field(default_factory=lambda: Tenant(TenantLimits(name="")))
     owner: str = ANONYMOUS.owner

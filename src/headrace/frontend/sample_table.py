@@ -15,6 +15,7 @@ from headrace.frontend.tenants import Caller, QueuePace
 from headrace.messages.channel import Sender
 from headrace.messages.control import AbortReq
 from headrace.messages.requests import PromptContent
+from headrace.turns import Shares
 
 MAX_MEDIA_BYTES = 1 << 30
 """Most bytes of decoded media of all live samples: they are kept until a sample has ended, to be sent again after a death."""
@@ -23,6 +24,9 @@ MAX_GIVEN_BYTES = 1 << 30
 """Most bytes of the files and texts that all waiting clients have given as media: who called keeps them until the call has ended."""
 
 _TOO_MUCH = "the media of all requests take too much memory now; try again when others have ended"
+
+REPLIES_AT_ONCE = 8
+"""How many replies of the largest size may be in memory at once; of a tenant that is alone, six."""
 
 OWN_PER_FREE = 4
 """A tenant may have four fifths of a queue that nobody else uses now."""
@@ -115,10 +119,11 @@ class SampleQueue:
 
 
 class SampleTable:
-    """samples: the live samples by rid, a view of the table."""
+    """samples: the live samples by rid, a view of the table. max_output_bytes: of logprobs and hidden states, see `hold_output`."""
 
-    def __init__(self, queue: SampleQueue) -> None:
+    def __init__(self, queue: SampleQueue, max_output_bytes: int = 1 << 30) -> None:
         self.queue = queue
+        self._outputs = Shares(max_output_bytes)
         self._by_rid: dict[str, ReqState] = {}
         self.samples: Mapping[str, ReqState] = self._by_rid
         self._calls_by_name: dict[str, CallState] = {}
@@ -188,9 +193,20 @@ class SampleTable:
         for sample in live:
             sample.media_bytes, sample.media_tokens = num_bytes, content.media_tokens
 
+    def hold_output(self, sample: ReqState) -> bool:
+        """The logprobs and hidden states that a live sample has now are kept until its client leaves. False if that is above its tenant's share."""
+        more = sample.packed_bytes - sample.held_bytes
+        if not self._outputs.take(sample.call.turn, more, sample.held_bytes):
+            return False
+        sample.held_bytes += more
+        return True
+
     def leave(self, call: CallState, now_s: float) -> None:
         """The client of the call has its answer or has left. The samples stay until each is forgotten."""
         call.abandoned = True
+        for sample in call.samples:
+            self._outputs.give_back(call.turn, sample.held_bytes)
+            sample.held_bytes = 0
         self._given_bytes -= call.given_bytes
         call.given_bytes = 0
         self._calls.discard(call)

@@ -60,6 +60,9 @@ WRONG_KIND = "wrong_model_type"
 
 AnyCall = Call[Prompt] | Call[PooledPrompt]
 
+TOKEN_BYTES = 16
+"""What an output token takes by itself, about: its id and its text."""
+
 MAX_TOKEN_CHARACTERS = 256
 """Longer texts are hardly one token."""
 
@@ -143,6 +146,7 @@ class PromptTokenizer:
             contents = await self._add_media(call, contents, state)
         samples = iter(state.samples)
         requests: list[TokenizedGenerateReqInput] = []
+        reply_bytes = 0
         predictions: dict[str, list[int]] = {}
         for index, (prompt, content) in enumerate(zip(call.prompts, contents, strict=True)):
             own = list(itertools.islice(samples, prompt.sampling.n))
@@ -158,7 +162,11 @@ class PromptTokenizer:
                 content = self._continue_session(prompt, content, own[0])
             try:
                 grammar = await self._grammar(prompt)
-                sampling = self._resolve(prompt, content, bad_word_ids, grammar, default_max_new_tokens)
+                fixed_bytes, token_bytes = self._reply_bytes(prompt, content)
+                room = max(1, (self.args.max_reply_bytes // len(state.samples) - fixed_bytes) // token_bytes)
+                most = min(default_max_new_tokens, room)
+                sampling = self._resolve(prompt, content, bad_word_ids, grammar, most)
+                reply_bytes += len(own) * (fixed_bytes + token_bytes * sampling.max_new_tokens)
                 logprobs = _logprob_spec(prompt, content)
             except RequestError as error:
                 if len(call.prompts) > 1:
@@ -168,7 +176,21 @@ class PromptTokenizer:
                 await self._use_adapter(prompt.adapter, own)
             self._describe(prompt, content, logprobs, own)
             requests += _requests(prompt, content, sampling, logprobs, predicted_ids, own, obj, in_chat)
+        if reply_bytes > self.args.max_reply_bytes:
+            raise RequestError(
+                f"the outputs of this request may take {reply_bytes} bytes; the limit is {self.args.max_reply_bytes} (--max-reply-bytes): lower "
+                "max_new_tokens or the number of samples, or ask for fewer logprobs or no hidden states",
+                "max_new_tokens",
+            )
         return requests
+
+    def _reply_bytes(self, prompt: Prompt, content: PromptContent) -> tuple[int, int]:
+        """What a sample of a prompt keeps until it is answered: bytes that its prompt takes, and those of each output token."""
+        num_listed = content.num_tokens - prompt.logprob_start_len if prompt.logprob_start_len >= 0 else 0
+        logprobs = 8 + 8 * prompt.top_logprobs_num + 4 * len(prompt.token_ids_logprob)
+        hidden = 4 * self.ready.hidden_size if prompt.return_hidden_states else 0
+        each = TOKEN_BYTES + (logprobs if prompt.return_logprob else 0) + hidden
+        return num_listed * logprobs + content.num_tokens * hidden, each
 
     async def _add_media(
         self, call: Call[Prompt], contents: list[PromptContent], state: CallState

@@ -36,7 +36,7 @@ from headrace.frontend.records import Records, RequestLog
 from headrace.frontend.request_state import CallState, ReqState
 from headrace.frontend.rooms import replica_of, with_rooms
 from headrace.frontend.runtime_settings import RuntimeSettings
-from headrace.frontend.sample_table import Aborts, SampleQueue, SampleTable
+from headrace.frontend.sample_table import REPLIES_AT_ONCE, Aborts, SampleQueue, SampleTable
 from headrace.frontend.sample_update import SampleUpdate, TokenText
 from headrace.frontend.session_files import SessionFiles
 from headrace.frontend.sessions import Sessions
@@ -118,7 +118,9 @@ class TokenizerManager:
             else RoundRobin()  # which asks nothing of the only one
         )
         num_slots, has_keys = ready.max_running_requests * args.num_replicas, args.api_key_file is not None
-        self.table = SampleTable(SampleQueue(num_slots, args.max_queued_requests, has_keys=has_keys))
+        self.table = SampleTable(
+            SampleQueue(num_slots, args.max_queued_requests, has_keys=has_keys), REPLIES_AT_ONCE * args.max_reply_bytes
+        )
         self.records = Records(args, self.table, timelines, clock, self._token_text)
         self.sessions = Sessions(
             args.max_sessions,
@@ -330,7 +332,7 @@ class TokenizerManager:
 
         Raises RequestError for a rid in use, CapacityError when the queue is full or a limit of the caller's key is reached.
         """
-        token_text: TokenText = self._token_text if obj.return_text_in_logprobs else lambda token_id: None
+        token_text: TokenText | None = self._token_text if obj.return_text_in_logprobs else None
         has_limits = not caller.is_server
         state = CallState(
             stream=obj.stream,

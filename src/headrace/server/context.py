@@ -13,6 +13,7 @@ from headrace.checkpoint.sampling_defaults import SamplingDefaults
 from headrace.config.server_args import ServerArgs, spellings
 from headrace.errors import ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.prompts import refuse_text
+from headrace.frontend.sample_table import REPLIES_AT_ONCE
 from headrace.frontend.tenants import Caller
 from headrace.media_kinds import MediaKind, MediaRefs
 from headrace.messages.control import ReadyInfo
@@ -22,7 +23,7 @@ from headrace.server.body import INLINE_BODY_BYTES, Bodies
 from headrace.server.request_frontend import RequestFrontend
 from headrace.text.chat_templates import ChatTemplate
 from headrace.text.tokenizers import Tokenizer
-from headrace.turns import Turns, asking
+from headrace.turns import Shares, Turns, asking
 
 T = TypeVar("T")
 TEXT_WORK_LIMIT_S = 10.0
@@ -30,6 +31,9 @@ TEXT_WORK_LIMIT_S = 10.0
 
 TEXT_WAIT_LIMIT_S = 10.0
 """Time limit of waiting for a turn; after it the request gets a 503."""
+
+INLINE_REPLY_BYTES = 64 << 10
+"""Replies up to this size are made in the event loop, and do not count among those that wait to be read."""
 
 DEFAULT_MODEL = "default"
 """The name by which SGLang's clients request whatever model is served."""
@@ -109,7 +113,7 @@ def _text_threads() -> Turns:
 
 @dataclass(slots=True)
 class ServingContext:
-    """Shared by all handlers. text_threads: two for long prompts, and one more for short ones."""
+    """Shared by all handlers. text_threads: two for long prompts, and one more for short ones. replies: bytes of those that wait to be read."""
 
     frontend: RequestFrontend
     model: ServedModel
@@ -117,8 +121,10 @@ class ServingContext:
     status: ServerStatus
     text_threads: Turns = field(default_factory=_text_threads)
     bodies: Bodies = field(init=False)
+    replies: Shares = field(init=False)
 
     def __post_init__(self) -> None:
+        self.replies = Shares(REPLIES_AT_ONCE * self.args.max_reply_bytes, INLINE_REPLY_BYTES)
         self.bodies = Bodies(self.args.max_body_bytes)
 
     def chosen_adapter(self, name: str, lora_path: str | None) -> str | None:
@@ -222,6 +228,10 @@ class ServingContext:
     async def beside_others(self, work: Callable[[], T]) -> T:
         """`work()`, which takes as long as the body of the request is large: in a thread unless that is small. Raises as `in_text_thread` does."""
         return work() if asking().num_bytes <= INLINE_BODY_BYTES else await self.in_text_thread(work)
+
+    async def written(self, write: Callable[[], T], num_bytes: int) -> T:
+        """What `write()` makes of `num_bytes` of outputs: in a thread unless these are few. Raises as `in_text_thread` does."""
+        return write() if num_bytes <= INLINE_REPLY_BYTES else await self.text_threads.run(write, num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

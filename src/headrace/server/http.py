@@ -8,8 +8,17 @@ import asyncio
 import functools
 import math
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Hashable, MutableMapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Hashable,
+    Iterator,
+    MutableMapping,
+    Sequence,
+)
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 from urllib.parse import parse_qs
@@ -17,12 +26,13 @@ from urllib.parse import parse_qs
 import msgspec
 
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError, TooLargeError
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tenants import Caller, Tenant
 from headrace.log import get_logger
 from headrace.messages.bodies import field_error
 from headrace.messages.operations import Nothing
 from headrace.server.body import Prepare, decode_json
-from headrace.server.context import ServingContext
+from headrace.server.context import INLINE_REPLY_BYTES, ServingContext
 from headrace.server.error_forms import ApiError, form_of
 from headrace.turns import asking, note_size
 
@@ -37,6 +47,10 @@ T = TypeVar("T")
 
 log = get_logger(__name__)
 encode_json = msgspec.json.Encoder().encode
+
+JSON = b"application/json"
+PIECE_BYTES = 64 << 10
+"""How much of a long reply is made and written at a time: some milliseconds' work."""
 
 _RID_IN_HEADER = re.compile(r"[\x21-\x7e]{1,256}")
 
@@ -93,7 +107,7 @@ async def send_error(send: Send, scope: Scope, exc: BaseException) -> None:
     """The reply for `exc`, see `describe_error`, in the form of the API that the request's path belongs to."""
     status, headers, error = describe_error(exc)
     body = form_of(scope["path"])(status, error)
-    await send_response(send, status, body, b"application/json", headers)
+    await send_response(send, status, body, JSON, headers)
 
 
 @functools.cache
@@ -240,7 +254,72 @@ class Exchange:
 
     async def reply_json(self, value: object, status: int = 200, headers: Headers | None = None) -> None:
         """One complete JSON reply; not-a-number and infinities become null."""
-        await send_response(self.send, status, encode_json(value), b"application/json", headers)
+        await self.reply(encode_json(value), status=status, headers=headers)
+
+    async def reply(
+        self, body: bytes, content_type: bytes = JSON, status: int = 200, headers: Headers | None = None
+    ) -> None:
+        """One complete reply. A long one counts among those that wait to be read. Raises CapacityError when its tenant has too many of them."""
+        if len(body) <= PIECE_BYTES:
+            await send_response(self.send, status, body, content_type, headers)
+            return
+        with self._holding(len(body)):
+            fields = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or [])]
+            await self.send({"type": "http.response.start", "status": status, "headers": fields})
+            await self._write_slowly(body)
+            await self.send({"type": "http.response.body", "body": b""})
+
+    async def reply_in_pieces(
+        self,
+        pieces: Iterator[bytes],
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        made_of: Sequence[SampleUpdate] = (),
+    ) -> None:
+        """One JSON reply. pieces: each is made when the one before it has been written. made_of: what they show, which stays in memory until then;
+        much of it is shown in a thread. Raises as `reply` does, and before it has begun what making the first pieces raises.
+        """
+        num_bytes = sum(update.num_bytes for update in made_of)
+
+        def next_ones() -> bytes:
+            parts, size = [], 0
+            while size < PIECE_BYTES and (piece := next(pieces, None)) is not None:
+                parts.append(piece)
+                size += len(piece)
+            return b"".join(parts)
+
+        async def made() -> bytes:
+            return await self.context.written(next_ones, min(num_bytes, INLINE_REPLY_BYTES + 1))
+
+        with self._holding(num_bytes):
+            first, second = await made(), await made()
+            if not second:
+                await self.reply(first, headers=[*headers])
+                return
+            await self.send(
+                {"type": "http.response.start", "status": 200, "headers": [(b"content-type", JSON), *headers]}
+            )
+            await self._write_slowly(first)
+            while second:
+                await self._write_slowly(second)
+                second = await made()
+            await self.send({"type": "http.response.body", "body": b""})
+
+    async def _write_slowly(self, part: bytes) -> None:
+        """Hardly more at a time than the client reads."""
+        for at in range(0, len(part), PIECE_BYTES):
+            await self.write(part[at : at + PIECE_BYTES])
+
+    @contextmanager
+    def _holding(self, num_bytes: int) -> Iterator[None]:
+        replies = self.context.replies
+        if not replies.take(self.tenant, num_bytes):
+            raise CapacityError(
+                "too many long replies of this client wait to be read: read them first", retry_after_s=1.0
+            )
+        try:
+            yield
+        finally:
+            replies.give_back(self.tenant, num_bytes)
 
     async def all_of(self, updates: AsyncGenerator[T, None]) -> list[T]:
         """What the generator yields until it ends or the client leaves. Raises ClientGone."""

@@ -1,14 +1,16 @@
 """SGLang's own routes: `POST | PUT /generate`, and sessions. Runs in the event loop that serves HTTP."""
 
 import uuid
+from contextlib import aclosing
 
 import msgspec
 
-from headrace.frontend.native_answer import NativeStream, whole_answer
+from headrace.frontend.native_answer import NativeStream, answer_pieces, whole_answer
 from headrace.frontend.rooms import chosen_room, handed_on, has_prompt_elsewhere
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.body import embeds_to_base64
+from headrace.server.context import INLINE_REPLY_BYTES
 from headrace.server.http import Exchange, encode_json
 from headrace.server.sse import failure_frames, frame, stream_reply
 
@@ -44,8 +46,14 @@ async def generate(exchange: Exchange) -> None:
         stream = NativeStream(context.args.incremental_streaming_output)
         await stream_reply(exchange, updates, lambda update: render_update(stream, update), bytes)
         return
-    answer = whole_answer(await exchange.all_of(updates), handed_on(request))
-    if isinstance(answer, dict) and has_prompt_elsewhere(request, context.args.disaggregation_mode):
+    async with exchange.until_client_leaves(), aclosing(updates):
+        made = [update async for update in updates]
+        is_elsewhere = has_prompt_elsewhere(request, context.args.disaggregation_mode)
+        if sum(update.num_bytes for update in made) > INLINE_REPLY_BYTES and not is_elsewhere:
+            await exchange.reply_in_pieces(answer_pieces(made, handed_on(request)), made_of=made)
+            return
+    answer = whole_answer(made, handed_on(request))
+    if isinstance(answer, dict) and is_elsewhere:
         # Of lists and streams, and of other routes, routers give what we say.
         answer["meta_info"] |= {"input_token_logprobs": []} if request.return_logprob else {}
     await exchange.reply_json(answer)

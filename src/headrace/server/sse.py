@@ -6,11 +6,13 @@ Runs in the event loop that serves HTTP. Frames are bytes made by the caller; no
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import TypeVar
 
 from headrace.errors import RequestError
 from headrace.frontend.sample_update import failure_of
 from headrace.messages.outputs import FinishReason
+from headrace.server.context import INLINE_REPLY_BYTES
 from headrace.server.error_forms import ApiError, openai_error
 from headrace.server.http import Exchange, Headers, describe_error
 
@@ -141,8 +143,13 @@ async def stream_reply(
                 await reply.begin()
                 if first is not None and (frames := render(first)):
                     await reply.write(frames)
+                size = 0
                 async for item in items:
-                    if frames := render(item):
+                    # One that repeats a long output is about as long as the last.
+                    is_short = size <= INLINE_REPLY_BYTES
+                    frames = render(item) if is_short else await exchange.context.written(partial(render, item), size)
+                    if frames:
+                        size = len(frames)
                         await reply.write(frames)
                 end = tail()
             except Exception as exc:

@@ -23,7 +23,6 @@ from headrace.server.pooling.protocol import (
     normalized,
     object_pieces,
     pooling_of,
-    reply_in_pieces,
     vector_json,
 )
 
@@ -52,7 +51,7 @@ async def embed(noted: HeaderNotes, exchange: Exchange) -> None:
             "prompt_eval_count": sum(update.usage.prompt_tokens for update in updates),
         }
         pieces = object_pieces({"model": body.model or full_name(model.name)}, "embeddings", items, tail)
-        await reply_in_pieces(exchange, pieces, headers)
+        await exchange.reply_in_pieces(pieces, headers, updates)
 
 
 async def embeddings(noted: HeaderNotes, exchange: Exchange) -> None:

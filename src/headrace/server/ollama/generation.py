@@ -361,7 +361,8 @@ async def _reply(exchange: Exchange, body: OllamaGeneration, kind: Kind, run: _R
         )
         return
     (update,) = await exchange.all_of(run.updates)
-    await exchange.reply_json(writer.whole(update), headers=headers())
+    reply = await exchange.context.written(lambda: encode_json(writer.whole(update)), update.num_bytes)
+    await exchange.reply(reply, headers=headers())
 
 
 def _writer(context: ServingContext, body: OllamaGeneration, kind: Kind, choice: ChoiceStream) -> ReplyWriter:

@@ -7,7 +7,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -21,7 +21,7 @@ from headrace.frontend.sample_update import PromptProgress, SampleUpdate
 from headrace.media_kinds import MediaKind
 from headrace.messages.outputs import SpeculationCounts
 from headrace.messages.requests import GenerateReqInput
-from headrace.server.context import Asker, ServingContext
+from headrace.server.context import INLINE_REPLY_BYTES, Asker, ServingContext
 from headrace.server.http import Exchange, Headers, encode_json
 from headrace.server.notes import OutputLimit, noted_fields
 from headrace.server.openai.fields import AskedGrammar
@@ -154,6 +154,7 @@ class OpenAIServingBase(ABC, Generic[R, G]):
 
     request_type: type[R]
     id_prefix: str
+    object_name: str
     prompt_field: str
 
     def __init__(self, context: ServingContext) -> None:
@@ -194,9 +195,22 @@ class OpenAIServingBase(ABC, Generic[R, G]):
     def updates(self, asker: Asker, generation: G) -> AsyncGenerator[SampleUpdate, None]:
         """Generate. Raises the errors of the engine."""
 
-    @abstractmethod
     def response(self, generation: G, updates: list[SampleUpdate], usage: Usage) -> object:
         """The reply of a request that does not stream; `updates` of all its samples, in prompt-major order."""
+        choices = [self.choice(generation, update) for update in updates]
+        return generation.head(self.object_name) | {"choices": choices} | self.ending(generation, updates, usage)
+
+    @abstractmethod
+    def choice(self, generation: G, update: SampleUpdate) -> dict[str, object]:
+        """Of a reply that does not stream."""
+
+    def choice_pieces(self, generation: G, update: SampleUpdate) -> Iterator[bytes]:
+        """`choice` as JSON, in pieces if it may be long."""
+        yield encode_json(self.choice(generation, update))
+
+    def ending(self, generation: G, updates: list[SampleUpdate], usage: Usage) -> dict[str, object]:
+        """The fields of a reply after its choices, which have been made."""
+        return {"usage": usage}
 
     @abstractmethod
     def chunk_writer(self, generation: G) -> "ChunkWriter":
@@ -228,8 +242,21 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         count = self.usage_count(generation)
         for update in updates:
             count.add(update)
-        updates = self.chosen(generation, updates)
-        await exchange.reply_json(self.response(generation, updates, count.total()), headers=self.headers(generation))
+        updates, headers = self.chosen(generation, updates), self.headers(generation)
+        if sum(update.num_bytes for update in updates) <= INLINE_REPLY_BYTES:
+            await exchange.reply_json(self.response(generation, updates, count.total()), headers=headers)
+            return
+        async with exchange.until_client_leaves():
+            await exchange.reply_in_pieces(self._pieces(generation, updates, count.total()), headers, updates)
+
+    def _pieces(self, generation: G, updates: list[SampleUpdate], usage: Usage) -> Iterator[bytes]:
+        """`response` as JSON in pieces."""
+        before = encode_json(generation.head(self.object_name))[:-1] + b',"choices":['
+        for update in updates:
+            yield before
+            yield from self.choice_pieces(generation, update)
+            before = b","
+        yield b"]," + encode_json(self.ending(generation, updates, usage))[1:]
 
     async def _stream(self, exchange: Exchange, generation: G, renamed: Callable[[RequestError], RequestError]) -> None:
         writer = self.chunk_writer(generation)

@@ -2,12 +2,12 @@
 tokenizes and reads the output. Runs in the event loop that serves HTTP.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.frontend.sample_update import SampleUpdate
+from headrace.frontend.sample_update import SampleLogprobs, SampleUpdate, TokenLogprobs
 from headrace.frontend.slots import slot_of
 from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.server.chat.calls import ChatCall, chat_call
@@ -65,6 +65,7 @@ class ChatGeneration(Generation[ChatCompletionRequest]):
 class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
     request_type = ChatCompletionRequest
     id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
     prompt_field = "messages"
 
     def _check(self, request: ChatCompletionRequest) -> None:
@@ -101,13 +102,9 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         )
         return ChatGeneration(request, chat.call, generation_id, chat.limit, chat=chat)
 
-    def response(self, generation: ChatGeneration, updates: list[SampleUpdate], usage: Usage) -> object:
-        """A `chat.completion` object."""
+    def ending(self, generation: ChatGeneration, updates: list[SampleUpdate], usage: Usage) -> dict[str, object]:
         request = generation.request
-        reply = generation.head("chat.completion")
-        reply["choices"] = [self._choice(generation, update) for update in updates]
-        reply["usage"] = self.total_usage(generation, usage)
-        reply["prompt_logprobs"] = None
+        reply: dict[str, object] = {"usage": self.total_usage(generation, usage), "prompt_logprobs": None}
         if request.return_token_ids:
             reply["prompt_token_ids"] = generation.call.input_ids
         if request.prompt_logprobs is not None:
@@ -123,11 +120,31 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         details = msgspec.structs.replace(details, reasoning_tokens=count)
         return msgspec.structs.replace(usage, completion_tokens_details=details)
 
-    def _choice(self, generation: ChatGeneration, update: SampleUpdate) -> object:
+    def choice_pieces(self, generation: ChatGeneration, update: SampleUpdate) -> Iterator[bytes]:
+        """Without the whole of its logprobs in memory."""
+        without = self.choice(generation, msgspec.structs.replace(update, logprobs=None))
+        if not generation.request.logprobs or update.logprobs is None:
+            yield encode_json(without)
+            return
+        del without["logprobs"]
+        before = encode_json(without)[:-1] + b',"logprobs":{"refusal":null,"content":['
+        for part in update.logprobs.output.parts():
+            logprobs = SampleLogprobs(TokenLogprobs(), part)
+            content = generation.logprobs(msgspec.structs.replace(update, logprobs=logprobs))["content"]
+            yield before + encode_json(content)[1:-1]
+            before = b","
+        yield (b"" if before == b"," else before) + b"]}}"
+
+    def choice(self, generation: ChatGeneration, update: SampleUpdate) -> dict[str, object]:
         request = generation.request
-        logprobs = generation.logprobs(update) if request.logprobs else None
+        logprobs = generation.logprobs(update) if request.logprobs and update.logprobs is not None else None
         message = _message(fold(generation.events(update)), request, generation.chat.conversation.custom_names)
-        choice = {"index": update.index, "message": message, "logprobs": logprobs, **generation.ending(update)}
+        choice: dict[str, object] = {
+            "index": update.index,
+            "message": message,
+            "logprobs": logprobs,
+            **generation.ending(update),
+        }
         return choice | {"token_ids": update.ids} if request.return_token_ids else choice
 
     def updates(self, asker: Asker, generation: ChatGeneration) -> AsyncGenerator[SampleUpdate, None]:

@@ -20,7 +20,7 @@ from headrace.server.context import Asker
 from headrace.server.http import encode_json
 from headrace.server.infill import middle_of, stopping
 from headrace.server.notes import OutputLimit
-from headrace.server.openai.base import NOT_ENDED, ChunkWriter, Generation, OpenAIServingBase, Usage
+from headrace.server.openai.base import NOT_ENDED, ChunkWriter, Generation, OpenAIServingBase
 from headrace.server.openai.fields import AskedGrammar, check_num_logprobs
 from headrace.server.openai.logprobs import LegacyLogprobs, new_logprobs, prompt_logprobs
 from headrace.server.openai.protocol import AS_MANY_AS_FIT, CompletionRequest
@@ -79,6 +79,7 @@ class CompletionGeneration(Generation[CompletionRequest]):
 class CompletionServing(OpenAIServingBase[CompletionRequest, CompletionGeneration]):
     request_type = CompletionRequest
     id_prefix = "cmpl-"
+    object_name = "text_completion"
     prompt_field = "prompt"
 
     def _check(self, request: CompletionRequest) -> None:
@@ -173,12 +174,7 @@ class CompletionServing(OpenAIServingBase[CompletionRequest, CompletionGeneratio
             exc.message, exc.param = re.sub(r"\bn\b", "best_of", exc.message, count=1), "best_of"
         return super().renamed(exc, request, grammar)
 
-    def response(self, generation: CompletionGeneration, updates: list[SampleUpdate], usage: Usage) -> object:
-        """A `text_completion` object."""
-        choices = [self._choice(generation, update) for update in updates]
-        return generation.head("text_completion") | {"choices": choices, "usage": usage}
-
-    def _choice(self, generation: CompletionGeneration, update: SampleUpdate) -> object:
+    def choice(self, generation: CompletionGeneration, update: SampleUpdate) -> dict[str, object]:
         request = generation.request
         text, logprobs = generation.push(update)
         choice: dict[str, object] = {

@@ -21,7 +21,6 @@ from headrace.server.pooling.protocol import (
     object_pieces,
     pooling_of,
     renamed,
-    reply_in_pieces,
     usage_of,
     vector_json,
 )
@@ -57,7 +56,7 @@ async def embeddings(exchange: Exchange) -> None:
         check_num_numbers(context, call, "input")
         async with exchange.until_client_leaves():
             updates = await results_of(exchange, call)
-            await reply_in_pieces(exchange, _reply(context, request, updates))
+            await exchange.reply_in_pieces(_reply(context, request, updates), made_of=updates)
     except RequestError as error:
         raise renamed(error, "input") from None
 

@@ -10,7 +10,7 @@ from headrace.frontend.inputs import check_token_ids
 from headrace.server.chat.conversation import Conversation, refused
 from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServingContext
-from headrace.server.http import Exchange, encode_json, send_response
+from headrace.server.http import Exchange, encode_json
 from headrace.server.openai.chat_request import conversation_of
 from headrace.server.openai.fields import ReasoningEffort
 from headrace.server.openai.protocol import ChatCompletionRequest, ChatMessage
@@ -58,7 +58,7 @@ async def tokenize(exchange: Exchange) -> None:
         tokens = await context.in_text_thread(lambda: _tokens(context, body))
     length, is_list = context.model.context_length, isinstance(body.prompt, list)
     reply = await context.in_text_thread(lambda: _reply(tokens, length, is_list))
-    await send_response(exchange.send, 200, reply, b"application/json")
+    await exchange.reply(reply)
 
 
 def _check_count(context: ServingContext, param: str, what: str, count: int) -> None:

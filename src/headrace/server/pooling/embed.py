@@ -26,7 +26,6 @@ from headrace.server.pooling.protocol import (
     list_pieces,
     normalized,
     pooling_of,
-    reply_in_pieces,
     scores_pairs,
     vector_json,
 )
@@ -107,7 +106,7 @@ async def tei(exchange: Exchange) -> None:
         lengths_are_one = pooling.normalize or request.normalize is False
         vectors = (update.pooled or b"" for update in updates)
         items = (vector_json(vector if lengths_are_one else normalized(vector)) for vector in vectors)
-        await reply_in_pieces(exchange, list_pieces(items))
+        await exchange.reply_in_pieces(list_pieces(items), made_of=updates)
 
 
 async def cohere(version: Literal["1", "2"], exchange: Exchange) -> None:
@@ -144,7 +143,7 @@ async def cohere(version: Literal["1", "2"], exchange: Exchange) -> None:
             "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": num_tokens}},
             "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
         }
-        await reply_in_pieces(exchange, _cohere_pieces(head, updates, types, is_plain))
+        await exchange.reply_in_pieces(_cohere_pieces(head, updates, types, is_plain), made_of=updates)
 
 
 async def info(exchange: Exchange) -> None:

@@ -27,7 +27,6 @@ from headrace.server.pooling.protocol import (
     object_pieces,
     pooling_of,
     renamed,
-    reply_in_pieces,
     sigmoid,
     softmax,
     usage_of,
@@ -77,7 +76,7 @@ async def _reply_natively(exchange: Exchange, call: EmbeddingReqInput) -> None:
         updates = await results_of(exchange, call, partial=True)
         answers = (pooled_answer(msgspec.structs.replace(update, index=index)) for index, update in enumerate(updates))
         begin, end = (b"[", b"]") if updates[0].is_listed else (b"", b"")
-        await reply_in_pieces(exchange, list_pieces(answers, begin, end))
+        await exchange.reply_in_pieces(list_pieces(answers, begin, end), made_of=updates)
 
 
 async def classify(exchange: Exchange) -> None:
@@ -115,7 +114,7 @@ async def classify(exchange: Exchange) -> None:
             kind = "none" if request.use_activation is False else pooling.activation
             items = (_classified(index, update, pooling, kind) for index, update in enumerate(updates))
             tail: dict[str, object] = {"usage": usage_of(context, updates)}
-            await reply_in_pieces(exchange, object_pieces(head, "data", items, tail))
+            await exchange.reply_in_pieces(object_pieces(head, "data", items, tail))
     except RequestError as error:
         raise renamed(error, "input") from None
 

@@ -20,7 +20,7 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tokenize import WRONG_KIND
 from headrace.messages.packing import unpack_float32
 from headrace.server.context import ServedModel, ServingContext
-from headrace.server.http import Exchange, encode_json, send_response
+from headrace.server.http import PIECE_BYTES, Exchange, encode_json
 from headrace.server.openai.base import PromptTokensDetails
 
 _CANNOT = {
@@ -168,12 +168,6 @@ def renamed(error: RequestError, param: str) -> RequestError:
     return error
 
 
-PIECE_BYTES = 1 << 18
-"""How much JSON is made and written at a time, about a millisecond's work."""
-
-_JSON = b"application/json"
-
-
 def vector_json(pooled: bytes, as_base64: bool = False) -> str | list[float]:
     """float32[n] bytes as JSON holds them: a list of numbers, or base64 of the little-endian bytes."""
     return base64.b64encode(pooled).decode() if as_base64 else unpack_float32(pooled)
@@ -189,22 +183,6 @@ def normalized(pooled: bytes) -> bytes:
     if sys.byteorder == "big":
         unit.byteswap()
     return unit.tobytes()
-
-
-async def reply_in_pieces(
-    exchange: Exchange, pieces: Iterator[bytes], headers: Sequence[tuple[bytes, bytes]] = ()
-) -> None:
-    """One JSON reply. pieces: not empty; each is made when the one before it is written. One that is a single piece has its length in the header."""
-    first, second = next(pieces), next(pieces, None)
-    if second is None:
-        await send_response(exchange.send, 200, first, _JSON, [*headers])
-        return
-    await exchange.send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", _JSON), *headers]})
-    await exchange.write(first)
-    while second is not None:
-        await exchange.write(second)
-        second = next(pieces, None)
-    await exchange.send({"type": "http.response.body", "body": b""})
 
 
 def object_pieces(

@@ -24,7 +24,6 @@ from headrace.server.pooling.protocol import (
     PooledUsage,
     object_pieces,
     renamed,
-    reply_in_pieces,
     softmax,
     usage_of,
     wrong_kind,
@@ -85,7 +84,7 @@ async def score(exchange: Exchange) -> None:
             model = exchange.context.shown_model(request.model)
             head = {"id": rid, "object": "list", "created": int(time.time()), "model": model}
             pieces = object_pieces(head, "data", items, {"usage": usage})
-        await reply_in_pieces(exchange, pieces)
+        await exchange.reply_in_pieces(pieces)
 
 
 def asks_for_labels(request: ScoreRequest) -> bool:

@@ -4,6 +4,7 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -12,7 +13,7 @@ from headrace.errors import ContextLengthError, NotFoundError, RequestError
 from headrace.server.chat.calls import chat_call
 from headrace.server.chat.conversation import refused, unsupported
 from headrace.server.context import ServingContext
-from headrace.server.http import Exchange, Headers
+from headrace.server.http import Exchange, Headers, encode_json
 from headrace.server.notes import noted_fields, skipped_tools
 from headrace.server.responses.items import Item
 from headrace.server.responses.protocol import ResponsesRequest, noted_in, refuse_unsupported
@@ -106,12 +107,14 @@ class ResponsesAPI:
                 headers=headers,
             )
             return
+        size = 0
         async with exchange.until_client_leaves(), aclosing(chat.updates(exchange)) as updates:
             async for update in updates:
                 update.raise_failure()
-                reply.push(update)
+                size += update.num_bytes
+                await self.context.written(partial(reply.push, update), size)
         end()
-        await exchange.reply_json(reply.response(), headers=headers())
+        await exchange.reply(await self.context.written(lambda: encode_json(reply.response()), size), headers=headers())
 
     async def get(self, exchange: Exchange) -> None:
         query = exchange.read_query(GetQuery)

@@ -1,0 +1,134 @@
+"""Long replies: made in pieces that add up to what a short one would be, and counted by tenant until they have been read."""
+
+import asyncio
+from typing import Any, cast
+
+import httpx
+import pytest
+from fake_frontend import FakeFrontend, Running, running_server, served_model
+
+from headrace.config.server_args import ServerArgs
+from headrace.errors import CapacityError
+from headrace.server.context import INLINE_REPLY_BYTES, ServerStatus, ServingContext
+from headrace.server.http import PIECE_BYTES, Exchange
+from headrace.turns import work_for
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+TOP = {"max_tokens": 200, "seed": 1}
+CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "chat": ("/v1/chat/completions", TOP | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20}, "choices"),
+    "completion": ("/v1/completions", TOP | {"prompt": "Hi", "logprobs": 20, "echo": True}, "choices"),
+    "native": (
+        "/generate",
+        {"text": "Hi", "return_logprob": True, "top_logprobs_num": 20, "logprob_start_len": 0},
+        "",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as server:
+        server.frontend.script.text = "Hello, you" * 20
+        yield server
+
+
+@pytest.fixture
+def client(server: Running):
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        yield client
+
+
+def choices(client: httpx.Client, name: str, n: int) -> tuple[httpx.Response, list[dict[str, Any]]]:
+    path, body, field = CALLS[name]
+    body = body | ({"sampling_params": {"n": n, "max_new_tokens": 200}} if path == "/generate" else {"n": n})
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    made = response.json()
+    return response, made[field] if field else made if isinstance(made, list) else [made]
+
+
+def without_index(choice: dict[str, Any]) -> dict[str, Any]:
+    if "meta_info" in choice:
+        kept = {name: value for name, value in choice["meta_info"].items() if name.endswith("logprobs")}
+        return {"text": choice["text"], "ids": choice["output_ids"], **kept}
+    return {name: value for name, value in choice.items() if name != "index"}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_long_reply_has_what_short_ones_have(client: httpx.Client, name: str):
+    short, [one] = choices(client, name, 1)
+    long, many = choices(client, name, 8)
+
+    assert "content-length" in short.headers
+    assert "content-length" not in long.headers
+    assert [choice["index"] for choice in many] == list(range(8))
+    assert all(without_index(choice) == without_index(one) for choice in many)
+    assert set(short.json()) == set(long.json()) if isinstance(long.json(), dict) else True
+
+
+class SlowReader:
+    """A client that reads a part of a reply whenever `read` is called. sent: the parts."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.sent: list[Any] = []
+        self._reads = asyncio.Semaphore(0)
+        scope = {"headrace.write": self.send, "headers": [], "path": "/"}
+        self.exchange = Exchange(scope, cast(Any, None), self.send, context)
+
+    async def send(self, message: Any) -> None:
+        await self._reads.acquire()
+        self.sent.append(message)
+
+    def read(self, num_parts: int) -> None:
+        for _ in range(num_parts):
+            self._reads.release()
+
+
+async def test_replies_that_are_not_read_are_counted_for_their_tenant():
+    frontend = FakeFrontend()
+    context = ServingContext(
+        cast(Any, frontend), served_model(frontend.tokenizer), ServerArgs(max_reply_bytes=1 << 20), ServerStatus()
+    )
+    body = b"x" * (1 << 20)
+
+    async def reply(tenant: str, body: bytes) -> tuple[SlowReader, "asyncio.Task[None]"]:
+        work_for(tenant)
+        reader = SlowReader(context)
+        task = asyncio.create_task(reader.exchange.reply(body))
+        await asyncio.sleep(0)
+        return reader, task
+
+    waiting = [await reply("a", body) for _ in range(6)]
+    refused = [(await reply("a", body))[1], (await reply("a", body))[1]]
+    others = await reply("b", b"x" * (1 << 19))
+    short = await reply("a", b"x" * INLINE_REPLY_BYTES)
+    short[0].read(9)
+    await short[1]
+
+    assert not any(task.done() for _, task in (*waiting, others))
+    with pytest.raises(CapacityError, match="wait to be read"):
+        await refused[1]
+    for reader, task in (*waiting, others):
+        reader.read(1000)
+        await task
+        assert len(b"".join(part.get("body", b"") for part in reader.sent)) in (1 << 20, 1 << 19)
+        assert max(len(part.get("body", b"")) for part in reader.sent) == PIECE_BYTES
+    assert context.replies.held == 0
+    refused[0].cancel()
+    context.text_threads.close()
+    context.bodies.close()
+
+
+async def test_a_reply_whose_client_leaves_is_held_no_longer():
+    frontend = FakeFrontend()
+    context = ServingContext(cast(Any, frontend), served_model(frontend.tokenizer), ServerArgs(), ServerStatus())
+    reader = SlowReader(context)
+    task = asyncio.create_task(reader.exchange.reply(b"x" * (1 << 20)))
+    await asyncio.sleep(0)
+    assert context.replies.held
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert context.replies.held == 0
+    context.text_threads.close()
+    context.bodies.close()
