@@ -1,11 +1,13 @@
 """Preparing prompts in threads: waiting for one is not work, and both have their limits."""
 
 import asyncio
+import pkgutil
 import threading
 from typing import Any, cast
 
+import httpx
 import pytest
-from fake_frontend import FakeFrontend, served_model
+from fake_frontend import FakeFrontend, running_server, served_model
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, RequestError
@@ -63,3 +65,33 @@ async def test_what_is_made_of_a_large_body_is_made_beside_the_loop(context):
 
     assert await thread_for(INLINE_BODY_BYTES) is threading.current_thread()
     assert await thread_for(INLINE_BODY_BYTES + 1) is not threading.current_thread()
+
+
+LONG = "word " * (INLINE_BODY_BYTES // 4)
+ASKED = [{"role": "user", "content": LONG}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "module"),
+    [
+        ("/v1/chat/completions", {"messages": ASKED}, "openai.chat"),
+        ("/v1/messages", {"model": "default", "max_tokens": 3, "messages": ASKED}, "anthropic.messages"),
+        ("/v1/messages/count_tokens", {"model": "default", "messages": ASKED}, "anthropic.messages"),
+        ("/v1/responses", {"input": ASKED}, "responses.serving"),
+        ("/api/chat", {"messages": ASKED, "stream": False}, "ollama.generation"),
+    ],
+)
+def test_the_messages_of_a_large_body_are_read_beside_the_loop(path, body, module, monkeypatch):
+    """In every API."""
+    name = f"headrace.server.{module}.conversation_of"
+    read, threads = pkgutil.resolve_name(name), []
+
+    def noting(*args):
+        threads.append(threading.current_thread().name)
+        return read(*args)
+
+    monkeypatch.setattr(name, noting)
+    with running_server() as server, httpx.Client(base_url=server.url, timeout=20) as client:
+        client.post(path, json=body)
+    assert threads
+    assert all(name.startswith("headrace-text") for name in threads)

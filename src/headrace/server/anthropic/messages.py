@@ -67,7 +67,7 @@ class MessagesServing:
         request = await exchange.read_json(MessagesRequest)
         try:
             adapter = self.context.adapter_of(request.model)
-            conversation, skipped = self._conversation(request)
+            conversation, skipped = await self._conversation(request)
             message_id = request.rid if request.rid is not None else f"msg_{uuid.uuid4().hex[:24]}"
             chat = await chat_call(
                 self.context,
@@ -118,17 +118,20 @@ class MessagesServing:
         request = await exchange.read_json(CountTokensRequest)
         try:
             self.context.adapter_of(request.model)
-            conversation, skipped = self._conversation(request)
+            conversation, skipped = await self._conversation(request)
             prompt = await self.context.in_text_thread(lambda: chat_prompt(self.context, conversation))
             num_tokens = len(await prompt.ids_with_media(self.context, exchange))
         except RequestError as exc:
             raise _renamed(exc, request) from None
         await exchange.reply_json({"input_tokens": num_tokens}, headers=self._skipped_tools.headers(skipped))
 
-    def _conversation(self, request: PromptRequest) -> tuple[Conversation, list[str]]:
-        self.context.check_tokenizer("messages")
-        refuse_unsupported(request)
-        return conversation_of(request, self.context.model.context_length)
+    async def _conversation(self, request: PromptRequest) -> tuple[Conversation, list[str]]:
+        def read() -> tuple[Conversation, list[str]]:
+            self.context.check_tokenizer("messages")
+            refuse_unsupported(request)
+            return conversation_of(request, self.context.model.context_length)
+
+        return await self.context.beside_others(read)
 
 
 def _renamed(exc: RequestError, request: PromptRequest) -> RequestError:

@@ -292,7 +292,7 @@ async def _chat_run(
     think = checked_think(body.think, reasons)
     call = await chat_call(
         context,
-        conversation_of(messages, tools, think, model.context_length),
+        await context.beside_others(lambda: conversation_of(messages, tools, think, model.context_length)),
         _sampling(context, body),
         rid=run_id,
         stream=body.stream is not False,

@@ -71,10 +71,11 @@ class ResponsesAPI:
         adapter = self.context.chosen_adapter(request.model, request.lora_path)
         owner = owner_of(exchange)
         before = self._before(request, owner)
-        items = self._resolved(input_items(request.input), owner)
+        items = self._resolved(await self.context.beside_others(lambda: input_items(request.input)), owner)
         # The places of items in errors count from the first one of the first response.
         all_items = [*before.items(), *items] if before is not None else items
-        conversation, tools = conversation_of(request, all_items, self.context.model.context_length)
+        length = self.context.model.context_length
+        conversation, tools = await self.context.beside_others(lambda: conversation_of(request, all_items, length))
         sampling = sampling_of(request)
         if request.truncation == "auto":
             conversation = await fitting(self.context, conversation, request.max_output_tokens, exchange)
