@@ -1,14 +1,16 @@
 """Turns and shares: who is next where work waits, and how much one may hold of what cannot be taken back.
 
 A tenant is a name for turns alone (`frontend.tenants.Caller.turn`): nothing is owned by it. The empty one is the operator and the server itself,
-which are outside all shares. Owns the threads in which the work of requests takes turns. Does not know what the work is.
+which are outside all shares. Owns the threads in which the work of requests takes turns. Does not know what the work is: a thread may as well ask
+a child process to do it.
 """
 
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -94,27 +96,40 @@ class Shares:
         return max(0, of_item - self.always)
 
 
-@dataclass(slots=True, eq=False)
-class _Work:
-    function: Callable[[], Any]
-    asked: Asked
-    num_bytes: int
-    cost_s: float
-    is_large: bool
-    future: "asyncio.Future[Any]"
-    begun_s: float | None = None
-    timer: asyncio.TimerHandle | None = None
+class _Work(Future[Any]):
+    """until_s: it must have begun by then."""
 
-    @property
-    def flow(self) -> tuple[str, bool]:
-        return self.asked.tenant, self.is_large
+    def __init__(
+        self, turns: "Turns", function: Callable[[], Any], asked: Asked, num_bytes: int, cost_s: float, is_large: bool
+    ) -> None:
+        super().__init__()
+        self.function = function
+        self.asked = asked
+        self.num_bytes = num_bytes
+        self.cost_s = cost_s
+        self.flow = asked.tenant, is_large
+        self.until_s = time.monotonic() + turns.wait_limit_s
+        self.begun_s = 0.0
+        self.timer: asyncio.TimerHandle | None = None
+        self._turns = turns
+
+    def cancel(self) -> bool:
+        return super().cancel() and self._turns.forget(self)
+
+    def settle(self, result: object, error: BaseException | None) -> None:
+        """Give the result or the error to who waits, unless it has been refused meanwhile."""
+        with suppress(InvalidStateError):
+            if error is not None:
+                self.set_exception(error)
+            else:
+                self.set_result(result)
 
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """The small or the large work of a tenant that waits, in order."""
+    """The small or the large work of a tenant that waits, in order. name: the tenant, and whether it is large."""
 
-    is_large: bool
+    name: tuple[str, bool]
     used_s: float
     works: dict[_Work, None] = field(default_factory=dict)
 
@@ -126,7 +141,7 @@ class Turns:
     work of a tenant apart. What work costs is known only when it is done, so a tenant pays afterwards: it is charged an estimate, by bytes and by
     what its bytes have cost before, which the measured time replaces; one in debt waits until every other that waits has been given as much. The
     rounds in which nobody is out of debt are skipped. Idle time earns no credit. Of several threads one is left for small work; in a single thread
-    small work goes first, as far as rounds allow. Work of a request that has gone does not begin. Used from event loops.
+    small work goes first, as far as rounds allow. Work of a request that has gone does not begin. Used from any thread.
     """
 
     def __init__(
@@ -138,9 +153,14 @@ class Turns:
         wait_limit_s: float = 60.0,
         work_limit_s: float | None = None,
         clock: Callable[[], float] = time.thread_time,
+        leaves_one: bool = False,
+        beside_large: Callable[[], object] | None = None,
+        stack_bytes: int = 0,
     ) -> None:
         """seconds_per_byte: usual cost of work. wait_limit_s: work that has not begun by then is refused. work_limit_s: of its time, after which its
-        request is refused; the thread goes on. clock: measures work, within its thread."""
+        request is refused; the thread goes on. clock: measures work, within its thread. leaves_one: no tenant has all threads, for work that may
+        take much longer than it looks. beside_large: done when large work begins, so that the thread that it leaves has what it needs. stack_bytes:
+        of a thread; 0 = as usual."""
         self.wait_limit_s = wait_limit_s
         self.work_limit_s = work_limit_s
         self._pool = ThreadPoolExecutor(num_threads, name)
@@ -148,6 +168,9 @@ class Turns:
         self._most_large = max(1, num_threads - 1)
         self._seconds_per_byte = seconds_per_byte
         self._clock = clock
+        self._leaves_one = leaves_one
+        self._beside_large = beside_large
+        self._stack_bytes = stack_bytes
         self._lock = threading.Lock()
         # Guarded by the lock: flows that wait, in the order of their turns; seconds that tenants have used; seconds given to each in all rounds.
         self._waiting: dict[tuple[str, bool], _Flow] = {}
@@ -156,6 +179,7 @@ class Turns:
         self._paces: dict[str, float] = {}
         self._num_serving = 0
         self._num_large = 0
+        self._running: Counter[str] = Counter()
         self._closed = False
 
     async def run(self, function: Callable[[], T], num_bytes: int | None = None, is_small: bool = False) -> T:
@@ -165,22 +189,17 @@ class Turns:
         waited too long, or the server stops; RequestError when it takes too long; and what it raises itself.
         """
         asked, loop = asking(), asyncio.get_running_loop()
-        size = max(LEAST_BYTES, asked.num_bytes if num_bytes is None else num_bytes)
-        cost_s = size * self._paces.get(asked.tenant, self._seconds_per_byte)
-        work = _Work(function, asked, size, cost_s, not is_small and cost_s > SMALL_S, loop.create_future())
+        work = self._add(function, asked, asked.num_bytes if num_bytes is None else num_bytes, is_small)
         work.timer = loop.call_later(self.wait_limit_s, self._late, work)
         try:
-            self._add(work)
-            result: T = await work.future
+            result: T = await asyncio.wrap_future(work)
             return result
         finally:
             work.timer.cancel()
-            with self._lock:
-                self._remove(work)
 
-    def submit(self, function: Callable[[], None]) -> None:
-        """Run something of the server's own when a thread is free."""
-        self._pool.submit(function)
+    def submit(self, function: Callable[[], T], asked: Asked = _NOBODY, num_bytes: int = 0) -> "Future[T]":
+        """The same outside of an event loop, for `asked`. The future may be cancelled; that it waited too long is noticed when other work ends."""
+        return self._add(function, asked, num_bytes)
 
     def close(self) -> None:
         """Stop the threads; waiting work is given up. Idempotent."""
@@ -189,35 +208,52 @@ class Turns:
             waiting = [work for flow in self._waiting.values() for work in flow.works]
             self._waiting.clear()
         for work in waiting:
-            _settle(work, None, _stopping())
+            work.settle(None, _stopping())
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _add(self, work: _Work) -> None:
+    def forget(self, work: _Work) -> bool:
+        """Work that has been cancelled does not begin."""
+        with self._lock:
+            self._remove(work)
+        return True
+
+    def _add(self, function: Callable[[], Any], asked: Asked, num_bytes: int, is_small: bool = False) -> _Work:
+        size = max(LEAST_BYTES, num_bytes)
         with self._lock:
             if self._closed:
                 raise _stopping()
+            cost_s = size * self._paces.get(asked.tenant, self._seconds_per_byte)
+            work = _Work(self, function, asked, size, cost_s, not is_small and cost_s > SMALL_S)
             flow = self._waiting.get(work.flow)
             if flow is None:
                 used_s = max(self._round_s, self._used_s.get(work.flow, 0.0))
-                flow = self._waiting[work.flow] = _Flow(work.flow[1], used_s)
+                flow = self._waiting[work.flow] = _Flow(work.flow, used_s)
             flow.works[work] = None
-            if self._num_serving < self._num_threads:
-                self._num_serving += 1
-                self._pool.submit(self._serve)
+            self._begin_to_serve()
+        return work
 
-    def _remove(self, work: _Work) -> bool:
-        """Whether it was waiting."""
+    def _begin_to_serve(self) -> None:
+        """One more thread, if there is one, and work that it may do. The lock is held."""
+        if self._num_serving == self._num_threads or self._best() is None:
+            return
+        self._num_serving += 1
+        before = threading.stack_size(self._stack_bytes) if self._stack_bytes else 0
+        self._pool.submit(self._serve)
+        if self._stack_bytes:
+            threading.stack_size(before)
+
+    def _remove(self, work: _Work) -> None:
+        """It does not wait any more."""
         flow = self._waiting.get(work.flow)
-        if flow is None or work not in flow.works:
-            return False
-        del flow.works[work]
-        if not flow.works:
-            del self._waiting[work.flow]
-        return True
+        if flow is not None and work in flow.works:
+            del flow.works[work]
+            if not flow.works:
+                del self._waiting[work.flow]
 
     def _serve(self) -> None:
         """Do what is next until nothing is left that this thread may do."""
         while True:
+            self._expire()
             with self._lock:
                 work = self._next()
                 if work is None:
@@ -226,33 +262,48 @@ class Turns:
                         self._used_s.clear()
                         self._round_s = 0.0
                     return
+                # What ended may have been what others had to wait for.
+                self._begin_to_serve()
+            if self._beside_large is not None and work.flow[1]:
+                with suppress(CapacityError):
+                    self.submit(self._beside_large)
             self._do(work)
             # Or what it works on would be kept until the next work.
             del work
 
-    def _next(self) -> _Work | None:
+    def _best(self) -> _Flow | None:
+        """Whose turn it is."""
         best: _Flow | None = None
         for flow in self._waiting.values():
-            if flow.is_large and self._num_large >= self._most_large:
+            tenant, is_large = flow.name
+            if (is_large and self._num_large >= self._most_large) or (
+                self._leaves_one and self._running[tenant] >= self._most_large
+            ):
                 continue
             if best is None or self._rank(flow) < self._rank(best):
                 best = flow
-        if best is None:
-            return None
-        work = next(iter(best.works))
-        self._round_s = max(self._round_s, best.used_s)
-        best.used_s = self._used_s[work.flow] = best.used_s + work.cost_s / work.asked.weight
-        self._remove(work)
-        if best.works:
-            # The others of this round go first.
-            self._waiting[work.flow] = self._waiting.pop(work.flow)
-        self._num_large += best.is_large
-        work.begun_s = time.monotonic()
-        return work
+        return best
+
+    def _next(self) -> _Work | None:
+        while (best := self._best()) is not None:
+            work = next(iter(best.works))
+            self._remove(work)
+            if not work.set_running_or_notify_cancel():
+                continue
+            self._round_s = max(self._round_s, best.used_s)
+            best.used_s = self._used_s[work.flow] = best.used_s + work.cost_s / work.asked.weight
+            if best.works:
+                # The others of this round go first.
+                self._waiting[work.flow] = self._waiting.pop(work.flow)
+            self._num_large += work.flow[1]
+            self._running[work.asked.tenant] += 1
+            work.begun_s = time.monotonic()
+            return work
+        return None
 
     def _rank(self, flow: _Flow) -> tuple[float, bool]:
         """Those out of debt first, by the order of their turns, and of them those with small work."""
-        return max(self._round_s, flow.used_s), flow.is_large
+        return max(self._round_s, flow.used_s), flow.name[1]
 
     def _do(self, work: _Work) -> None:
         start_s, result, error = self._clock(), None, None
@@ -261,12 +312,15 @@ class Turns:
         except BaseException as raised:
             error = raised
         self._charge(work, max(0.0, self._clock() - start_s))
-        _settle(work, result, error)
+        work.settle(result, error)
 
     def _charge(self, work: _Work, taken_s: float) -> None:
         tenant, flow = work.asked.tenant, work.flow
         with self._lock:
             self._num_large -= flow[1]
+            self._running[tenant] -= 1
+            if not self._running[tenant]:
+                del self._running[tenant]
             more_s = (taken_s - work.cost_s) / work.asked.weight
             self._used_s[flow] = self._used_s.get(flow, self._round_s) + more_s
             if len(self._used_s) > MAX_TENANTS:
@@ -280,43 +334,32 @@ class Turns:
                     self._paces.clear()
                 self._paces[tenant] = pace
 
+    def _expire(self) -> None:
+        """Refuse what has waited too long."""
+        now_s = time.monotonic()
+        late: list[tuple[_Work, float]] = []
+        with self._lock:
+            for flow in list(self._waiting.values()):
+                if next(iter(flow.works)).until_s > now_s:
+                    continue
+                own = [self._waiting.get((flow.name[0], is_large)) for is_large in (False, True)]
+                own_s = sum(other.cost_s for each in own if each for other in each.works)
+                while flow.works and (work := next(iter(flow.works))).until_s <= now_s:
+                    late.append((work, own_s))
+                    self._remove(work)
+        for work, own_s in late:
+            message = f"the request waited {self.wait_limit_s:g} s for its turn: there is too much other work"
+            work.settle(None, CapacityError(message, min(LONGEST_RETRY_S, max(1.0, own_s))))
+
     def _late(self, work: _Work) -> None:
         """A limit has passed. In the event loop."""
-        with self._lock:
-            own = [
-                other.cost_s
-                for large in (False, True)
-                if (flow := self._waiting.get((work.asked.tenant, large)))
-                for other in flow.works
-            ]
-            was_waiting = self._remove(work)
-        if was_waiting:
-            message = f"the request waited {self.wait_limit_s:g} s to be read: there is too much other work"
-            _fail(work.future, CapacityError(message, min(LONGEST_RETRY_S, max(1.0, sum(own)))))
-        elif self.work_limit_s is not None and work.begun_s is not None:
+        self._expire()
+        if self.work_limit_s is not None and work.begun_s and not work.done():
             left_s = work.begun_s + self.work_limit_s - time.monotonic()
             if left_s > 0:
-                work.timer = work.future.get_loop().call_later(left_s, self._late, work)
+                work.timer = asyncio.get_running_loop().call_later(left_s, self._late, work)
             else:
-                _fail(work.future, RequestError(f"tokenizing the prompt took longer than {self.work_limit_s:g} s"))
-
-
-def _settle(work: _Work, result: object, error: BaseException | None) -> None:
-    """In any thread."""
-
-    def settle() -> None:
-        if error is not None:
-            _fail(work.future, error)
-        elif not work.future.done():
-            work.future.set_result(result)
-
-    with suppress(RuntimeError):  # the loop has been closed, so nobody waits
-        work.future.get_loop().call_soon_threadsafe(settle)
-
-
-def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
+                work.settle(None, RequestError(f"tokenizing the prompt took longer than {self.work_limit_s:g} s"))
 
 
 def _stopping() -> CapacityError:

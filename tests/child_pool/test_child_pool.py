@@ -13,11 +13,11 @@ import pytest
 
 from headrace.child_pool import pool as pool_module
 from headrace.child_pool.child_side import MIB
-from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool, child_environment
+from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool, child_environment, worked_s
 from headrace.errors import CapacityError, ExecutionError
 
 CHILD = """
-import os, signal, threading, msgspec
+import os, signal, threading, time, msgspec
 from headrace.child_pool.child_side import MIB, Frames, Ready, limit_memory, resident_bytes, run, say_no_more
 
 class Question(msgspec.Struct):
@@ -45,6 +45,9 @@ def serve(frames):
             threading.Event().wait()
         if question.what == "wait":
             threading.Event().wait()
+        if question.what == "work":
+            until_s = time.process_time() + question.data[0] / 100
+            while time.process_time() < until_s: pass
         if question.what == "signal":
             signal.raise_signal(question.data[0])
         if question.what == "grow":
@@ -118,6 +121,29 @@ def test_a_child_is_kept_until_it_is_lost(make):
         assert pool.ask(Question("echo", b"ab")).data == b"ba"
     assert is_gone(first)
     assert pool.num_killed == 4
+
+
+def test_a_child_is_made_ready_unless_there_is_one(make):
+    pool = make(num_children=2)
+    for _ in range(2):
+        pool.make_ready()
+        assert len(pool.pids) == 1
+    (pid,) = pool.pids
+    pool.ask(Question("echo"))
+    assert pool.pids == [pid]
+    pool.close()
+    pool.make_ready()
+    assert pool.pids == []
+
+
+def test_a_thread_is_told_what_its_questions_have_cost(make):
+    pool = make()
+    begun_s = worked_s()
+    pool.ask(Question("work", bytes([10])))
+    assert worked_s() - begun_s >= 0.1
+    with ThreadPoolExecutor(1) as other:
+        own_s = other.submit(worked_s).result()
+    assert own_s < worked_s() - begun_s
 
 
 def test_a_child_that_is_late_is_ended(make):

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from headrace.errors import CapacityError
-from headrace.turns import OWN_PER_FREE, Shares, Turns, work_for
+from headrace.turns import OWN_PER_FREE, Asked, Shares, Turns, work_for
 
 LARGE = 1 << 20
 WAIT_S = 20
@@ -147,6 +147,85 @@ async def test_work_of_a_request_that_has_gone_does_not_begin(one):
     gate.opened.set()
     await asyncio.gather(busy, stays)
     assert done == ["stays"]
+
+
+def submit(turns, tenant, work, num_bytes=0):
+    return turns.submit(work, Asked(tenant), num_bytes)
+
+
+def three(**options):
+    return Turns(3, "three", leaves_one=True, **options)
+
+
+def test_one_tenant_never_has_all_threads_whatever_its_work_looks_like():
+    turns, gates, done = three(), [Gate() for _ in range(2)], []
+    held = [submit(turns, "a", gate) for gate in gates]
+    waiting = submit(turns, "a", lambda: done.append("a"))
+    submit(turns, "b", lambda: done.append("b")).result(WAIT_S)
+    assert done == ["b"]
+    for gate in gates:
+        gate.opened.set()
+    for each in (*held, waiting):
+        each.result(WAIT_S)
+    turns.close()
+
+
+def test_the_end_of_one_lets_all_begin_that_waited_for_it():
+    """The end of a large one of a: a may have another, and so may those with large work."""
+    turns, gates = three(), [Gate() for _ in range(4)]
+    first, second, small, other = gates
+    works = [submit(turns, "a", first, LARGE), submit(turns, "a", second, LARGE)]
+    works += [submit(turns, "a", small), submit(turns, "c", other, LARGE)]
+    first.opened.set()
+    assert small.begun.wait(WAIT_S)
+    assert other.begun.wait(WAIT_S)
+    for gate in gates:
+        gate.opened.set()
+    for work in works:
+        work.result(WAIT_S)
+    turns.close()
+
+
+def test_what_is_cancelled_outside_of_a_loop_does_not_begin(one):
+    gate, done = Gate(), []
+    busy = submit(one, "a", gate)
+    gone, stays = [submit(one, "a", lambda name=name: done.append(name)) for name in ("gone", "stays")]
+    assert gate.begun.wait(WAIT_S)
+    assert gone.cancel()
+    assert not busy.cancel()
+    gate.opened.set()
+    stays.result(WAIT_S)
+    assert done == ["stays"]
+
+
+def test_what_has_waited_too_long_is_told_how_long_its_own_tenant_will_take():
+    turns = Turns(1, "one", clock=Clock())
+    gate, begin = Gate(), Gate()
+    turns._pool.submit(begin)  # has the thread until all of them wait
+    busy = submit(turns, "a", gate)
+    turns.wait_limit_s = 0.0
+    late = [submit(turns, "a", lambda: None, 30 * LARGE) for _ in range(2)]
+    other = submit(turns, "b", lambda: None)
+    begin.opened.set()
+    gate.opened.set()
+    busy.result(WAIT_S)
+    for each, at_least_s in ((late[0], 60), (late[1], 60), (other, 1)):
+        refused = each.exception(WAIT_S)
+        assert isinstance(refused, CapacityError)
+        assert at_least_s <= refused.retry_after_s < at_least_s + 5
+    turns.close()
+
+
+def test_what_large_work_leaves_free_is_made_ready():
+    ready = threading.Event()
+    turns, gate = three(beside_large=ready.set), Gate()
+    submit(turns, "a", lambda: None).result(WAIT_S)
+    assert not ready.is_set()
+    large = submit(turns, "a", gate, LARGE)
+    assert ready.wait(WAIT_S)
+    gate.opened.set()
+    large.result(WAIT_S)
+    turns.close()
 
 
 async def test_an_error_is_its_own_requests(one):

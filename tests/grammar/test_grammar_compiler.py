@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import CapacityError, ConfigError, ExecutionError, RequestError
-from headrace.grammar.compiler import GrammarCompiler
+from headrace.grammar.compiler import SHARED_CHARACTERS, GrammarCompiler
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import CompiledGrammar, Grammars, GrammarSpec
 
@@ -203,13 +203,50 @@ def test_a_cancelled_request_disturbs_no_other(make, pipe: str):
 
 
 def test_others_pass_a_grammar_that_takes_long(make, pipe: str):
-    compiler = make(num_children=2, program=(sys.executable, "-c", STUB))
+    compiler = make(num_children=3, program=(sys.executable, "-c", STUB))
     held = compiler.compile(spec(pipe))
     for text in ("a", "b", "a(b"):
         assert compiler.compile(spec(text)).exception(ENOUGH_S) is None or text == "a(b"
     assert not held.done()
     release(pipe)
     assert result(held)
+
+
+def test_one_tenant_leaves_a_child_to_another(make, pipe: str):
+    compiler = make(num_children=2, program=(sys.executable, "-c", STUB))
+    held, waiting = compiler.compile(spec(pipe), "a"), compiler.compile(spec("a"), "a")
+    assert result(compiler.compile(spec("b"), "b"))
+    assert not held.done()
+    assert not waiting.done()
+    release(pipe)
+    assert result(held)
+    assert result(waiting)
+
+
+def test_nobody_learns_by_the_time_what_another_key_has_compiled(make):
+    compiler = make()
+    long = "a" * (SHARED_CHARACTERS + 1)
+    first, second, again = [result(compiler.compile(spec(long), key, is_private=True)) for key in ("x", "y", "x")]
+    assert second is not first
+    assert again is first
+    assert (compiler.stats().num_compiled, compiler.stats().num_cache_hits) == (2, 1)
+    short = [result(compiler.compile(spec(long[1:]), key, is_private=True)) for key in ("x", "y")]
+    addresses = [result(compiler.compile(spec(long), address)) for address in ("10.0.0.1", "10.0.0.2")]
+    assert short[0] is short[1]
+    assert addresses[0] is addresses[1]
+    assert compiler.stats().num_compiled == 4
+
+
+def test_what_another_key_is_compiling_is_not_waited_for(make, pipe: str):
+    """Nor does a client without a key wait in another one's turn."""
+    compiler = make(num_children=2, program=(sys.executable, "-c", STUB))
+    held, waiting = compiler.compile(spec(pipe), "a"), compiler.compile(spec("b"), "a")
+    theirs = result(compiler.compile(spec("b"), "b"))
+    assert not waiting.done()
+    release(pipe)
+    assert result(waiting) is theirs
+    assert result(held)
+    assert compiler.stats().num_compiled == 2
 
 
 def test_a_grammar_that_ends_its_child_is_refused_and_counted(make):

@@ -13,15 +13,16 @@ from aiohttp import web
 from seeing_checkpoints import file_of, picture, write_checkpoint
 
 from headrace.config.web import MediaArgs, parse_media_domains
-from headrace.errors import ExecutionError, RequestError
+from headrace.errors import CapacityError, ExecutionError, RequestError
 from headrace.media_kinds import ImageRef, MediaKind
 from headrace.messages.media import KEY_BYTES
 from headrace.multimodal import sources
-from headrace.multimodal.limits import MediaRefusedError
+from headrace.multimodal.limits import MediaRefusedError, png_pixels
 from headrace.multimodal.loader import MediaLoader, make_loader
 from headrace.multimodal.media_messages import Done, ImageJob
 from headrace.multimodal.prepared_cache import PreparedCache, RecentRefusals
 from headrace.multimodal.sources import FileLimit, inline_bytes
+from headrace.turns import work_for
 
 PNG = file_of(picture(40, 40))
 TEXT = base64.b64encode(PNG).decode()
@@ -340,13 +341,36 @@ async def test_many_images_of_one_request_do_not_hold_up_another(slow):
     assert pool.asked.index(b"one") <= 4
 
 
+async def test_one_tenant_leaves_a_child_to_another(slow):
+    async def load(tenant: str, *data: bytes) -> None:
+        work_for(tenant)
+        await loader.load(refs(*data))
+
+    loader, pool = slow
+    many = asyncio.create_task(load("a", *(b"many %d" % number for number in range(20))))
+    await begun(pool)
+    await in_flight(loader, 4)
+    other = asyncio.create_task(load("b", b"other"))
+    await begun(pool)
+    assert len(pool.asked) == 2
+    assert pool.asked[1] == b"other"
+    pool.going.release(30)
+    await asyncio.gather(many, other)
+
+
+def test_the_pixels_of_a_png_image_say_how_long_it_takes():
+    assert png_pixels(file_of(picture(40, 30))) == 1200
+    assert [png_pixels(data) for data in (b"", PNG[:8], b"\xff\xd8\xff" + PNG[3:])] == [0, 0, 0]
+
+
 async def test_what_is_loaded_when_the_server_stops_fails(slow):
     loader, pool = slow
     calls = [asyncio.create_task(loader.load(refs(b"%d" % number))) for number in range(3)]
     await begun(pool)
     loader.close()
     for result in await asyncio.gather(*calls, return_exceptions=True):
-        assert isinstance(result, ExecutionError)
+        assert isinstance(result, ExecutionError | CapacityError)
+        assert result.message == "the server is stopping"
 
 
 def test_the_cache_keeps_what_was_used_last():

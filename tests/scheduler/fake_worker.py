@@ -140,13 +140,17 @@ class FakeLoras(set[int]):
 
 
 class FakeGrammars:
-    """Grammars that are compiled when a test says so. started: what was asked for, in order."""
+    """Grammars that are compiled when a test says so. started, asked: what was asked for, in order, and for whom."""
 
     def __init__(self) -> None:
+        self.asked: list[tuple[str, float, bool]] = []
         self.started: list[tuple[GrammarSpec, Future[CompiledGrammar]]] = []
         self.closed = False
 
-    def compile(self, spec: GrammarSpec, tenant: str = "") -> Future[CompiledGrammar]:
+    def compile(
+        self, spec: GrammarSpec, tenant: str = "", weight: float = 1.0, is_private: bool = False
+    ) -> Future[CompiledGrammar]:
+        self.asked.append((tenant, weight, is_private))
         self.started.append((spec, Future()))
         return self.started[-1][1]
 

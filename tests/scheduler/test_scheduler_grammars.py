@@ -5,6 +5,7 @@ from fake_worker import Rig, expected_outputs
 from headrace.errors import ExecutionError, RequestError
 from headrace.messages.control import AbortReq
 from headrace.messages.grammar import GrammarSpec
+from headrace.messages.namespaces import of_api_key, of_request
 
 A = GrammarSpec("regex", "a", "regex")
 B = GrammarSpec("regex", "b", "regex")
@@ -61,11 +62,24 @@ def test_a_request_may_end_while_its_grammar_is_compiled():
     rig.turn()
     assert rig.finish["gone"].type == "abort"
     assert rig.scheduler.internal_state().num_grammar_queue == 0
+    rig.turn()
+    [(_, wanted)] = rig.grammars.started
+    assert wanted.cancelled()
 
     rig.grammars.finish("a", ExecutionError("late"))
     rig.drain()
     assert len(rig.rows["gone"]) == 1, "its end is said once"
     rig.check_idle()
+
+
+def test_grammars_are_compiled_for_a_tenant_and_those_of_keys_apart():
+    rig = Rig()
+    rig.add("keyed", PROMPT, grammar=A, tenant="k", weight=2.0, namespace=of_api_key("k", ""))
+    rig.add("other", PROMPT, grammar=A, tenant="10.0.0.1", namespace=of_request("x", None))
+    rig.turn()
+    assert rig.grammars.asked == [("k", 2.0, True), ("10.0.0.1", 1.0, False)]
+    rig.grammars.finish("a", Compiled())
+    rig.drain()
 
 
 def test_requests_whose_grammar_is_compiled_count_for_the_queue():

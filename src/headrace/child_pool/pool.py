@@ -1,8 +1,9 @@
 """The parent's side of a pool of child processes, with limits of time and memory.
 
 Owns the children: they are started when first needed, kept, replaced when they had to be killed or have grown, and ended by `close`. Owns as well
-the judgement of a child that was lost: whether its question is at fault, or the machine. Does not know what is asked and answered. Called from
-several threads; a call holds one child for as long as it takes.
+the judgement of a child that was lost: whether its question is at fault, or the machine. Does not know what is asked and answered, nor whose turn
+it is (`headrace.turns`, which `worked_s` tells what a thread and its children have cost). Called from several threads; a call holds one child for as
+long as it takes.
 """
 
 import os
@@ -13,10 +14,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
-import psutil
 
 from headrace.child_pool.child_side import MIB, Frames, Ready
 from headrace.errors import CapacityError, ExecutionError
@@ -81,6 +82,20 @@ class _ChildKilledError(Exception):
     """The child was killed from outside, or got no turn: nothing is known of the question. In the end of "a process to ... "."""
 
 
+class _Asked(threading.local):
+    """worked_s: processor time that children have taken for questions of this thread."""
+
+    worked_s = 0.0
+
+
+_asked = _Asked()
+
+
+def worked_s() -> float:
+    """Seconds of processor time that the calling thread has taken, and children for its questions; not what it took to start them."""
+    return time.thread_time() + _asked.worked_s
+
+
 class ChildProcess(Generic[A]):
     """One child process, for one thread at a time.
 
@@ -133,14 +148,16 @@ class ChildProcess(Generic[A]):
             before_s, give_up_s = self._processor_s(), time.monotonic() + PATIENCE * limit_s
             try:
                 self._frames.send(question, limit_s)
+                while not self._frames.wait(limit_s / 10):
+                    if self._processor_s() - before_s >= limit_s:
+                        raise ChildLateError(f"took more than {limit_s:g} s of processor time")
+                    if time.monotonic() >= give_up_s:
+                        raise TimeoutError
+                return self._frames.receive(self._answers, limit_s)
             except ConnectionError:
                 raise EOFError("the child is gone") from None
-            while not self._frames.wait(limit_s / 10):
-                if self._processor_s() - before_s >= limit_s:
-                    raise ChildLateError(f"took more than {limit_s:g} s of processor time")
-                if time.monotonic() >= give_up_s:
-                    raise TimeoutError
-            return self._frames.receive(self._answers, limit_s)
+            finally:
+                _asked.worked_s += max(0.0, self._processor_s() - before_s)
 
     def end(self) -> int:
         """Kill it, unless it has ended, and wait for its end. Returns its exit code. Idempotent, from any thread."""
@@ -153,10 +170,9 @@ class ChildProcess(Generic[A]):
     def _processor_s(self) -> float:
         """Seconds of processor time that the child has taken; 0 if it is gone."""
         try:
-            times = psutil.Process(self.pid).cpu_times()
-        except psutil.NoSuchProcess:
+            return time.clock_gettime(~self.pid << 3 | 2)  # clock_getcpuclockid(3)
+        except OSError:
             return 0.0
-        return float(times.user + times.system)
 
 
 class ChildPool(Generic[A]):
@@ -220,6 +236,18 @@ class ChildPool(Generic[A]):
             f"{ATTEMPTS} processes to {self._purpose} were killed or got no processor time; try again later",
             RETRY_AFTER_S,
         )
+
+    def make_ready(self) -> None:
+        """Start a child for the next question, unless there is one. Does not wait for those that are asked."""
+        try:
+            child = self._free.get_nowait()
+        except queue.Empty:
+            return
+        try:
+            with suppress(ExecutionError, _ChildKilledError):  # the next question meets it, too
+                child = self._fresh(child)
+        finally:
+            self._free.put(child if child in self._living else None)
 
     def close(self) -> None:
         """End the children. What is being asked fails with ExecutionError."""

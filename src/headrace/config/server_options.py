@@ -338,7 +338,9 @@ class ServerOptions:
         None, "Folder below which files may be read by file: URL; none by default.", FILLED
     )
     image_processes: int = _media(
-        1, "Processes that decode images and audio; one more decodes videos.", Bounds(least=1, most=64)
+        1,
+        "Processes that decode images and audio of one client; one more decodes videos. Another of each is left to other clients.",
+        Bounds(least=1, most=64),
     )
     image_cache_bytes: int = _media(256 << 20, "Bytes of the cache of decoded images, audio and videos.", COUNT)
     encoder_cache_bytes: int = _media(

@@ -1,21 +1,22 @@
 """Compiles grammars beside the scheduler's loop: tried in a child first, compiled here if they pass, and remembered.
 
-Owns the threads that do so, what waits for them, and the cache of compiled grammars and refusals, bounded in bytes. Does not know what limits
-a child has (`CompilePool`) or what is refused (`source`). `compile` and `stats` are called by the scheduler's thread, and never wait.
+Owns the threads that do so, in which tenants take turns (`headrace.turns`), and the cache of compiled grammars and refusals, bounded in bytes. Does
+not know what limits a child has (`CompilePool`) or what is refused (`source`). `compile` and `stats` are called by the scheduler's thread, and never
+wait.
 """
 
-import queue
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
 from headrace.child_pool.child_side import MIB
-from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
+from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool, worked_s
 from headrace.errors import CapacityError, ConfigError, ExecutionError, HeadraceError, RequestError
 from headrace.garbage import give_back_free_memory
 from headrace.grammar.compile_child import STACK_BYTES, VERDICTS, Refused, Setup, Verdict
@@ -24,11 +25,18 @@ from headrace.grammar.source import explain
 from headrace.grammar.vocabulary import Tokenize, Vocabulary
 from headrace.log import get_logger
 from headrace.messages.grammar import CompiledGrammar, GrammarKind, GrammarSpec, GrammarStats
+from headrace.turns import Asked, Turns
 
 logger = get_logger(__name__)
 
-CLOSE_TIMEOUT_S = 10.0
-"""How long `close` waits for a grammar that is being compiled here."""
+NUM_CHILDREN = 3
+"""Two of one tenant work at the same time."""
+
+WAIT_LIMIT_S = 60.0
+SECONDS_PER_CHARACTER = 1e-5
+
+SHARED_CHARACTERS = 64
+"""A grammar of at most so many is compiled once for all tenants, such as that of any JSON object: it tells nothing of who asked for it."""
 
 CACHE_BYTES = 48 * MIB
 """What remembered grammars may occupy: hundreds of ordinary ones. One that takes more is compiled for each request."""
@@ -72,7 +80,7 @@ class CompilePool(ChildPool[Verdict]):
     def __init__(
         self,
         vocabulary: Vocabulary,
-        num_children: int = 2,
+        num_children: int = NUM_CHILDREN,
         limit_s: float = 5.0,
         memory_bytes: int = 1024 * MIB,
         program: Sequence[str] = PROGRAM,
@@ -104,11 +112,10 @@ class CompilePool(ChildPool[Verdict]):
 
 @dataclass(slots=True)
 class _Waiter:
-    """A request for a grammar. field: where the request has it. tenant: whose it is."""
+    """A request for a grammar. field: where the request has it."""
 
     future: "Future[CompiledGrammar]"
     field: str
-    tenant: str
 
     def answer(self, outcome: Outcome) -> None:
         if not self.future.set_running_or_notify_cancel():
@@ -122,6 +129,14 @@ class _Waiter:
                 self.future.set_exception(ExecutionError(outcome.message))
             case CapacityError():
                 self.future.set_exception(CapacityError(outcome.message, outcome.retry_after_s))
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """The requests of a tenant for a grammar, and the work for them."""
+
+    work: "Future[tuple[Outcome, int | None]]"
+    waiters: list[_Waiter]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +153,7 @@ class GrammarCompiler:
 
     make_vocabulary: called once; a ConfigError that it raises refuses every grammar. tokenize: see `library_tokenizer`. begin: begins work in a
     thread, `make_vocabulary` and then the library's tokenizer. cache_bytes: what remembered grammars may occupy. num_children: grammars that are
-    compiled at the same time. limit_s, memory_bytes, program: see `CompilePool`.
+    compiled at the same time, all but one of one tenant. limit_s, memory_bytes, program: see `CompilePool`.
     """
 
     def __init__(
@@ -148,7 +163,7 @@ class GrammarCompiler:
         *,
         begin: Begin | None = None,
         cache_bytes: int = CACHE_BYTES,
-        num_children: int = 2,
+        num_children: int = NUM_CHILDREN,
         limit_s: float = 5.0,
         memory_bytes: int = 1024 * MIB,
         program: Sequence[str] = PROGRAM,
@@ -157,42 +172,58 @@ class GrammarCompiler:
         self._tokenize = tokenize
         self._begin = begin or _at_once
         self._num_children = num_children
+        self._turns = Turns(
+            num_children,
+            "grammars",
+            seconds_per_byte=SECONDS_PER_CHARACTER,
+            wait_limit_s=WAIT_LIMIT_S,
+            clock=worked_s,
+            leaves_one=True,
+            beside_large=self._make_ready,
+            stack_bytes=2 * STACK_BYTES,
+        )
         self._limit_s = limit_s
         self._memory_bytes = memory_bytes
         self._program = program
         self._cache = _Cache(cache_bytes)
         self._lock = threading.Lock()
-        self._waiting: dict[Key, list[_Waiter]] = {}
-        self._jobs: queue.SimpleQueue[GrammarSpec | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._waiting: dict[tuple[Key, str], _Waiting] = {}
         self._closed = False
         self._tools_lock = threading.Lock()
         self._tools: _Tools | ConfigError | None = None
         self._num_compiled = self._num_cache_hits = self._num_refused = 0
 
-    def compile(self, spec: GrammarSpec, tenant: str = "") -> "Future[CompiledGrammar]":
+    def compile(
+        self, spec: GrammarSpec, tenant: str = "", weight: float = 1.0, is_private: bool = False
+    ) -> "Future[CompiledGrammar]":
         """Begin to compile; returns at once. A future that is cancelled is forgotten, and disturbs no other request for the same grammar.
 
-        The result raises RequestError for a grammar that is refused, with the field that asked for it, which is remembered for this tenant, and
-        ExecutionError or CapacityError if it could not be tried, which is remembered for nobody.
+        The result raises RequestError for a grammar that is refused, with the field that asked for it, which is remembered for this tenant;
+        CapacityError if it waited too long; and ExecutionError or CapacityError if it could not be tried: these are remembered for nobody.
         """
         key = (spec.kind, spec.text)
-        waiter = _Waiter(Future(), spec.field, tenant)
+        waiter = _Waiter(Future(), spec.field)
+        owner = tenant if is_private and len(spec.text) > SHARED_CHARACTERS else None
         with self._lock:
-            known: Outcome | None = self._cache.get(key, tenant)
+            known: Outcome | None = self._cache.get(key, owner, tenant)
             if self._closed:
                 known = _stopping()
             elif known is not None:
                 self._num_cache_hits += 1
-            elif key in self._waiting:
+            elif (waiting := self._waiting.get((key, tenant))) is not None:
                 self._num_cache_hits += 1
-                self._waiting[key].append(waiter)
+                waiting.waiters.append(waiter)
             else:
-                self._waiting[key] = [waiter]
-                self._start_threads()
-                self._jobs.put(spec)
+                work = self._turns.submit(
+                    lambda: self._outcome(spec, owner, tenant), Asked(tenant, weight), len(spec.text)
+                )
+                self._waiting[key, tenant] = _Waiting(work, [waiter])
         if known is not None:
             waiter.answer(known)
+            return waiter.future
+        waiter.future.add_done_callback(lambda future: self._give_up(key, tenant) if future.cancelled() else None)
+        if waiting is None:
+            work.add_done_callback(lambda work: self._finish(spec, owner, tenant, work))
         return waiter.future
 
     def stats(self) -> GrammarStats:
@@ -215,46 +246,37 @@ class GrammarCompiler:
         """End children and threads. What is still being compiled fails with ExecutionError. Idempotent."""
         with self._lock:
             self._closed = True
-            waiters = [waiter for waiting in self._waiting.values() for waiter in waiting]
+            waiters = [waiter for waiting in self._waiting.values() for waiter in waiting.waiters]
             self._waiting.clear()
-            threads, self._threads = self._threads, []
         for waiter in waiters:
             waiter.answer(_stopping())
-        for _ in threads:
-            self._jobs.put(None)
+        self._turns.close()
         with self._tools_lock:
             if isinstance(self._tools, _Tools):
                 self._tools.pool.close()
-        for thread in threads:
-            thread.join(CLOSE_TIMEOUT_S)
 
-    def _start_threads(self) -> None:
-        if self._threads:
-            return
-        before = threading.stack_size(2 * STACK_BYTES)
-        for index in range(self._num_children):
-            thread = threading.Thread(target=self._run, name=f"grammars-{index}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        threading.stack_size(before)
+    def _make_ready(self) -> None:
+        """Have a child for who comes while large grammars are compiled."""
+        with suppress(HeadraceError):
+            self._get_tools().pool.make_ready()
 
-    def _run(self) -> None:
-        while (spec := self._jobs.get()) is not None:
-            if self._is_wanted(spec):
-                self._finish(spec, *self._outcome(spec))
-
-    def _is_wanted(self, spec: GrammarSpec) -> bool:
-        """Whether anybody still waits for it; if not, it is forgotten."""
-        key = (spec.kind, spec.text)
+    def _give_up(self, key: Key, tenant: str) -> None:
+        """A request does not want its grammar any more: unless others do, or it is being compiled, it is forgotten."""
         with self._lock:
-            waiting = self._waiting.get(key, [])
-            if all(waiter.future.cancelled() for waiter in waiting):
-                self._waiting.pop(key, None)
-                return False
-        return True
+            waiting = self._waiting.get((key, tenant))
+            if (
+                waiting is not None
+                and all(waiter.future.cancelled() for waiter in waiting.waiters)
+                and waiting.work.cancel()
+            ):
+                del self._waiting[key, tenant]
 
-    def _outcome(self, spec: GrammarSpec) -> tuple[Outcome, int]:
-        """What becomes of a grammar, and the bytes that remembering it costs."""
+    def _outcome(self, spec: GrammarSpec, owner: str | None, tenant: str) -> tuple[Outcome, int | None]:
+        """What becomes of a grammar, and the bytes that remembering it costs; None: it is remembered already."""
+        with self._lock:
+            known = self._cache.get((spec.kind, spec.text), owner, tenant)
+        if known is not None:
+            return known, None
         try:
             tools = self._get_tools()
             verdict = tools.pool.try_spec(spec)
@@ -277,20 +299,30 @@ class GrammarCompiler:
         least = _TEMPLATE_BYTES + _TEMPLATE_BYTES_PER_CHARACTER * len(verdict.text)
         return template, max(verdict.memory_bytes, least)
 
-    def _finish(self, spec: GrammarSpec, outcome: Outcome, num_bytes: int) -> None:
+    def _finish(
+        self, spec: GrammarSpec, owner: str | None, tenant: str, work: "Future[tuple[Outcome, int | None]]"
+    ) -> None:
+        if work.cancelled():
+            return
         key = (spec.kind, spec.text)
+        match work.exception():
+            case None:
+                outcome, num_bytes = work.result()
+            case CapacityError() as late:
+                outcome, num_bytes = late, None
+            case _:
+                outcome, num_bytes = ExecutionError("internal error"), None
         forgotten_bytes = 0
         with self._lock:
-            waiting = self._waiting.pop(key, [])
-            self._num_compiled += isinstance(outcome, Template)
-            self._num_refused += isinstance(outcome, Refused)
-            match outcome:
-                case Template():
-                    forgotten_bytes = self._cache.put(key, None, outcome, num_bytes)
-                case Refused():
-                    for tenant in {waiter.tenant for waiter in waiting}:
-                        forgotten_bytes += self._cache.put(key, tenant, outcome, num_bytes)
-        for waiter in waiting:
+            waiting = self._waiting.pop((key, tenant), None)
+            match outcome, num_bytes:
+                case Template(), int():
+                    self._num_compiled += 1
+                    forgotten_bytes = self._cache.put(key, owner, outcome, num_bytes)
+                case Refused(), int():
+                    self._num_refused += 1
+                    forgotten_bytes = self._cache.put(key, tenant, outcome, num_bytes)
+        for waiter in waiting.waiters if waiting is not None else ():
             waiter.answer(outcome)
         if forgotten_bytes >= _TRIM_BYTES:
             give_back_free_memory()
@@ -315,7 +347,7 @@ class GrammarCompiler:
 
 
 class _Cache:
-    """What is remembered of grammars, the least recently used forgotten first: what was compiled for everybody, refusals by tenant. Not locked."""
+    """What is remembered of grammars, the least recently used forgotten first, for everybody or for a tenant. Not locked."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -325,9 +357,9 @@ class _Cache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: Key, tenant: str) -> Template | Refused | None:
-        """What a tenant is to know of a grammar, unless it is spent."""
-        for whose in (None, tenant):
+    def get(self, key: Key, owner: str | None, tenant: str) -> Template | Refused | None:
+        """What a tenant is to know of a grammar, unless it is spent. owner: whose it is once it is compiled."""
+        for whose in (owner, tenant):
             if (known := self._entries.get((key, whose))) is None:
                 continue
             outcome, num_bytes = known

@@ -77,9 +77,12 @@ class CompiledGrammar(Protocol):
 class Grammars(Protocol):
     """Compiles grammars beside the scheduler's loop."""
 
-    def compile(self, spec: GrammarSpec, tenant: str = "") -> "Future[CompiledGrammar]":
-        """Begin to compile; returns at once. The result raises RequestError for a grammar that is refused, with the reason, and
-        ExecutionError or CapacityError if it could not be tried. tenant: who asks, see `TokenizedGenerateReqInput`."""
+    def compile(
+        self, spec: GrammarSpec, tenant: str = "", weight: float = 1.0, is_private: bool = False
+    ) -> "Future[CompiledGrammar]":
+        """Begin to compile; returns at once. The result raises RequestError for a grammar that is refused, with the reason, and ExecutionError or
+        CapacityError if it could not be tried. Who cancels it does not want it any more. tenant, weight: whose turn it takes, see
+        `TokenizedGenerateReqInput`. is_private: no other tenant may learn by the time that this one has compiled it."""
 
     def stats(self) -> GrammarStats:
         """Counts since the start. Never waits for a grammar."""

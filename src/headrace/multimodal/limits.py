@@ -79,6 +79,11 @@ _FORMS = {
 }
 
 
+def png_pixels(data: bytes) -> int:
+    """As many as a PNG image says that it has; 0 for other files."""
+    return int.from_bytes(data[16:20]) * int.from_bytes(data[20:24]) if data.startswith(_STARTS[1][0]) else 0
+
+
 def file_name(data: bytes, otherwise: str) -> str:
     """The format of a file, with an article. otherwise: of an unknown one."""
     for start, name in _STARTS:

@@ -1,8 +1,8 @@
 """Loads the media of prompts: from what clients give to items for the model's encoder and their tokens.
 
-Runs in the main process's event loop; what takes time is done by threads (`sources`, `fetch`) and children (`media_child`). A request's items wait
-for a place beside those of others, and take few places at a time, so that a request with many images does not hold up one with a single image. Work
-for a request that has gone is cancelled, unless another one waits for the same item.
+Runs in the main process's event loop; what takes time is done by threads (`sources`, `fetch`) and children (`media_child`), in which tenants take
+turns (`headrace.turns`). Few items of a request wait for its tenant's turn at a time, so that a request with many images does not hold up one with a
+single image. Work for a request that has gone is cancelled, unless another one waits for the same item.
 """
 
 import asyncio
@@ -10,12 +10,11 @@ import hashlib
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from headrace.checkpoint.families import all_families
 from headrace.checkpoint.files import read_json_object
@@ -32,7 +31,7 @@ from headrace.checkpoint.preprocessor_config import (
 )
 from headrace.checkpoint.projector import MediaFiles
 from headrace.child_pool.child_side import MIB
-from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool
+from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool, worked_s
 from headrace.config.web import MediaArgs
 from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
 from headrace.media_kinds import AudioRef, FileRef, ImageRef, MediaKind, MediaRef, VideoRef
@@ -43,10 +42,12 @@ from headrace.multimodal.limits import (
     CHILD_MEMORY_BYTES,
     FETCH_LIMIT_S,
     MAX_ITEM_BYTES,
+    MAX_PIXELS,
     MAX_VIDEO_BYTES,
     PREPARE_LIMIT_S,
     VIDEO_LIMIT_S,
     MediaRefusedError,
+    png_pixels,
 )
 from headrace.multimodal.media_messages import (
     VERDICTS,
@@ -63,6 +64,7 @@ from headrace.multimodal.media_messages import (
 from headrace.multimodal.prepared_cache import Flights, PreparedCache, RecentRefusals
 from headrace.multimodal.resolutions import bounded
 from headrace.multimodal.sources import FileLimit, file_bytes, form_of, inline_bytes
+from headrace.turns import Turns
 
 PROGRAM = (sys.executable, "-m", "headrace.multimodal.media_child")
 
@@ -105,14 +107,12 @@ class MediaPool(ChildPool[Verdict]):
         return verdict
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 VIDEO_PATCHES = 4  # A video may have so many times the patches of an image
 _AT_A_TIME = 4  # files of one request that are fetched or decoded at a time
 _FILES = 8  # files that have been read and are yet to be prepared, at a time
 _VIDEOS = 4  # videos whose frames are being fetched, or have been and are yet to be prepared, at a time
 _THREADS = 2  # that decode base64 and hash files
+_SECONDS_PER_PIXEL = 2e-8  # of a PNG image; of other files, per byte
 
 
 class MediaLoader:
@@ -130,12 +130,13 @@ class MediaLoader:
         self._limits = {kind: FileLimit(most, kind.max_bytes_option) for kind, most in args.max_bytes.items()}
         # Images of one size take the same tokens, however closely they are looked at.
         self._has_low = settings.images is not None and settings.images.recipe != "fixed"
-        self._pool = MediaPool(settings, args.num_processes)
-        self._pool_threads = ThreadPoolExecutor(args.num_processes, "media")
+        # One child more than one tenant, or large files of all, may have.
+        self._pool = MediaPool(settings, args.num_processes + 1)
+        self._turns = _turns_of(self._pool, args.num_processes + 1, "media")
         # A video takes as long as many images, which do not wait for it.
-        self._video_pool = MediaPool(settings)
-        self._video_threads = ThreadPoolExecutor(1, "media-videos")
-        self._threads = ThreadPoolExecutor(_THREADS, "media-bytes")
+        self._video_pool = MediaPool(settings, 2)
+        self._video_turns = _turns_of(self._video_pool, 2, "media-videos")
+        self._threads = Turns(_THREADS, "media-bytes", seconds_per_byte=1e-8)
         # A file system that does not answer holds these only.
         self._file_threads = ThreadPoolExecutor(_FILES, "media-files")
         self._fetcher = Fetcher(args)
@@ -193,8 +194,9 @@ class MediaLoader:
         self._pool.close()
         self._video_pool.close()
         self._fetcher.close()
-        for threads in (self._pool_threads, self._video_threads, self._threads, self._file_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+        for turns in (self._turns, self._video_turns, self._threads):
+            turns.close()
+        self._file_threads.shutdown(wait=False, cancel_futures=True)
 
     async def _load_one(self, ref: MediaRef, several: bool, places: asyncio.Semaphore, owner: str) -> LoadedItem:
         """several: it is one of several images of a prompt."""
@@ -258,7 +260,7 @@ class MediaLoader:
 
     async def _shared(self, job: MediaJob, owner: str) -> LoadedItem:
         """What a job gives, or has given."""
-        key = await self._in(self._threads, _content_key, job, owner)
+        key = await self._threads.run(partial(_content_key, job, owner), _num_bytes(job))
         loaded = self._cache.get(key)
         if loaded is not None or key in self._flights:
             self._num_hits += 1
@@ -272,10 +274,10 @@ class MediaLoader:
         """The bytes of a file. How many there are at a time is bounded, but for those that are in requests."""
         form, limit = form_of(ref), self._limits[ref.kind]
         if form == "inline":
-            yield await self._in(self._threads, inline_bytes, ref, limit)
+            yield await self._threads.run(partial(inline_bytes, ref, limit), ref.num_bytes)
         elif form == "file":
             async with self._files:
-                yield await self._in(self._file_threads, file_bytes, ref.url, self._args.folder, limit)
+                yield await self._read(ref.url, limit)
         else:
             begun_s = time.perf_counter()
             async with self._fetcher.fetched(ref.url, limit) as data:
@@ -287,9 +289,9 @@ class MediaLoader:
         self._costly.check(key)
         try:
             if isinstance(job, VideoJob):
-                done = await self._in(self._video_threads, self._video_pool.prepare, job)
+                done = await self._video_turns.run(partial(self._video_pool.prepare, job), _size(job))
             else:
-                done = await self._in(self._pool_threads, self._pool.prepare, job)
+                done = await self._turns.run(partial(self._pool.prepare, job), _size(job))
         except MediaRefusedError as error:
             if error.kind in ("time", "memory"):
                 self._costly.add(key, error)
@@ -311,10 +313,11 @@ class MediaLoader:
         self._cache.put(key, loaded)
         return loaded
 
-    async def _in(self, threads: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What the function gives, in one of the threads. Raises as it does, or ExecutionError if the loader has been closed."""
+    async def _read(self, url: str, limit: FileLimit) -> bytes:
+        """See `file_bytes`. Raises ExecutionError if the loader has been closed."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(threads, partial(function, *args, **kwargs))
+            read = partial(file_bytes, url, self._args.folder, limit)
+            return await asyncio.get_running_loop().run_in_executor(self._file_threads, read)
         except (asyncio.CancelledError, RuntimeError):
             if self._closed:
                 raise ExecutionError("the server is stopping") from None
@@ -381,9 +384,34 @@ def _check_features(audio: AudioConfig, settings: AudioSettings) -> None:
         )
 
 
+def _turns_of(pool: MediaPool, num_children: int, name: str) -> Turns:
+    """In which tenants ask the children."""
+    return Turns(
+        num_children,
+        name,
+        seconds_per_byte=_SECONDS_PER_PIXEL,
+        clock=worked_s,
+        leaves_one=True,
+        beside_large=pool.make_ready,
+    )
+
+
+def _files(job: MediaJob) -> tuple[bytes, ...]:
+    return job.frames if isinstance(job, VideoJob) else (job.data,)
+
+
+def _num_bytes(job: MediaJob) -> int:
+    return sum(map(len, _files(job)))
+
+
+def _size(job: MediaJob) -> int:
+    """By which the time to decode it is estimated: the bytes of its files, but the pixels of those that are PNG images, which may be many more."""
+    return sum(max(len(file), min(png_pixels(file), MAX_PIXELS)) for file in _files(job))
+
+
 def _content_key(job: MediaJob, owner: str) -> bytes:
     """Of the files and all else that the values depend on, but for the settings."""
-    files = job.frames if isinstance(job, VideoJob) else (job.data,)
+    files = _files(job)
     about = repr(job.fps) if isinstance(job, VideoJob) else ""
     if isinstance(job, ImageJob):
         about = "square" if job.squared else "low" if job.low else ""

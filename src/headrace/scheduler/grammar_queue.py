@@ -10,6 +10,7 @@ from typing import Final
 from headrace.errors import ExecutionError, HeadraceError, RequestError
 from headrace.log import get_logger
 from headrace.messages.grammar import CompiledGrammar, Grammars, GrammarSpec, GrammarStats
+from headrace.messages.namespaces import owner_of
 from headrace.scheduler.request import Req
 
 logger = get_logger(__name__)
@@ -30,14 +31,23 @@ class GrammarQueue:
 
     def add(self, req: Req) -> None:
         assert req.task.grammar is not None, req.rid
-        self._pending.append((req, self._grammars.compile(req.task.grammar, req.asked.tenant)))
+        asked = req.asked
+        of_key = owner_of(asked.namespace) is not None
+        self._pending.append((req, self._grammars.compile(req.task.grammar, asked.tenant, asked.weight, of_key)))
 
     def take_done(self, now_s: float) -> list[tuple[Req, HeadraceError | None]]:
-        """Remove the requests whose grammar is compiled, in order of arrival, and enter it in them; or with the error that ends them."""
+        """Remove the requests whose grammar is compiled, in order of arrival, and enter it in them; or with the error that ends them. Those that have
+        ended meanwhile do not wait any more."""
         if not self._pending:
             return []
-        done = [(req, future) for req, future in self._pending if future.done() and req.finish is None]
-        self._pending = [(req, future) for req, future in self._pending if not future.done() and req.finish is None]
+        done: list[tuple[Req, Future[CompiledGrammar]]] = []
+        pending: list[tuple[Req, Future[CompiledGrammar]]] = []
+        for req, future in self._pending:
+            if req.finish is not None:
+                future.cancel()
+            else:
+                (done if future.done() else pending).append((req, future))
+        self._pending = pending
         return [(req, _enter(req, future, now_s)) for req, future in done]
 
     def stats(self) -> GrammarStats:
@@ -48,7 +58,9 @@ class GrammarQueue:
 
 
 class _NoGrammars:
-    def compile(self, spec: GrammarSpec, tenant: str = "") -> Future[CompiledGrammar]:
+    def compile(
+        self, spec: GrammarSpec, tenant: str = "", weight: float = 1.0, is_private: bool = False
+    ) -> Future[CompiledGrammar]:
         refused: Future[CompiledGrammar] = Future()
         refused.set_exception(RequestError(f"{spec.field}: this server does not constrain outputs", spec.field))
         return refused
