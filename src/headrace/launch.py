@@ -92,7 +92,7 @@ def launch_engine(
         parts = _start_parts(args, resources)
         try:
             # First what may be refused: the children would say so only when they have imported torch.
-            files = ModelFiles(args)
+            files = resources.enter_context(contextlib.closing(ModelFiles(args)))
             refuse_early(args, files.config, cuda_is_there(), host_memory_bytes())
             from_engine = parts.channels.receiver("to_tokenizer")
             files.check()

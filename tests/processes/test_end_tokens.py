@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import gguf
@@ -64,7 +65,8 @@ def folder(path, *, config=None, generation=None, named=None, special_map=None, 
 
 
 def ends_of(path, **options):
-    eos, turn = ModelFiles(ServerArgs(model_path=str(path), **options)).end_tokens
+    with closing(ModelFiles(ServerArgs(model_path=str(path), **options))) as files:
+        eos, turn = files.end_tokens
     return set(eos), set(turn)
 
 
@@ -200,7 +202,8 @@ def test_what_a_gguf_file_adds_counts_only_if_the_format_does_not_use_it_within_
     assert set(ends) == {0, 1}
     (tmp_path / "harmony.jinja").write_text(HARMONY_STYLE.replace("END", "'<|return|>'"))
     model = parse_hf_config({"model_type": "llama", "vocab_size": 8, "eos_token_id": ends}, origin="m.gguf")
-    files = ModelFiles(ServerArgs(model_path=str(path), chat_template=str(tmp_path / "harmony.jinja")))
-    files.config = model
+    args = ServerArgs(model_path=str(path), chat_template=str(tmp_path / "harmony.jinja"))
+    with closing(ModelFiles(args)) as files:
+        files.config = model
 
-    assert files.end_tokens == ({1}, set())
+        assert files.end_tokens == ({1}, set())

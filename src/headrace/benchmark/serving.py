@@ -9,7 +9,7 @@ import importlib.util
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -48,7 +48,7 @@ from headrace.benchmark.workloads import (
 from headrace.checkpoint.names import resolve_model
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, RequestError
-from headrace.text.chat_templates import chat_template_of
+from headrace.text.chat_templates import TemplateChildren, chat_template_of
 from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
 T = TypeVar("T")
@@ -194,8 +194,19 @@ async def measure(
 
     Each repetition draws fresh prompts, so that what an earlier one left in a prefix cache does not help.
     """
+    with closing(TemplateChildren()) as children:
+        return await _measured(targets, tokenizer, _chats(tokenizer, children), options, console)
+
+
+async def _measured(
+    targets: Sequence[Target],
+    tokenizer: Tokenizer,
+    ask: Callable[[str], TokenIds],
+    options: LoadOptions,
+    console: Console,
+) -> list[Result]:
     names = preset_names(options.presets)
-    text_ids, ask = corpus(lambda text: tokenizer.encode(text, add_special_tokens=False)), _chats(tokenizer)
+    text_ids = corpus(lambda text: tokenizer.encode(text, add_special_tokens=False))
     summaries: dict[tuple[str, str], list[Summary]] = {}
     flushed: dict[str, bool] = {}
     draw = partial(make_workloads, text_ids, ask, max_requests=options.num_requests, rounds=options.rounds)
@@ -226,10 +237,10 @@ async def measure(
     ]
 
 
-def _chats(tokenizer: Tokenizer) -> Callable[[str], TokenIds]:
+def _chats(tokenizer: Tokenizer, children: TemplateChildren) -> Callable[[str], TokenIds]:
     """What turns a text into the prompt of a chat whose first message it is; for a model that does not chat, into the text alone."""
     try:
-        template = chat_template_of(tokenizer)
+        template = chat_template_of(tokenizer, children=children)
     except RequestError:
         return tokenizer.encode
     return lambda text: tokenizer.encode_rendered(template.render([{"role": "user", "content": text}]))

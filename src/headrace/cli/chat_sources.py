@@ -118,8 +118,9 @@ class EngineChat:
         from headrace.processes.model_files import ModelFiles
 
         self.name = server_args.served_name
-        if ModelFiles(server_args).chat_template is None:
-            raise ConfigError(f"{self.name} has no chat template; give one with --chat-template")
+        with closing(ModelFiles(server_args)) as files:
+            if files.chat_template is None:
+                raise ConfigError(f"{self.name} has no chat template; give one with --chat-template")
         self.sampling = sampling
         self._engine = Engine(**dataclasses.asdict(server_args))
 

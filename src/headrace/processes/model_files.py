@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from headrace.frontend.media import PromptMedia
     from headrace.parsers.registry import OutputFormat
     from headrace.server.context import ServedModel
-    from headrace.text.chat_templates import ChatTemplate
+    from headrace.text.chat_templates import ChatTemplate, TemplateChildren
     from headrace.text.tokenizers import Tokenizer
 
 
@@ -49,7 +49,7 @@ class EndTokens(NamedTuple):
 
 
 class ModelFiles:
-    """The model of the options; each part is opened when it is first asked for, and then kept.
+    """The model of the options; each part is opened when it is first asked for, and then kept, until `close`.
 
     encodes: see `load_tokenizer`. config: with the user's overrides. pooling: None = it generates text. chat_template: that of --chat-template or the
     model's own; None when there is none. tool_template: the model's own for conversations with tools, if it has another one for them.
@@ -77,7 +77,7 @@ class ModelFiles:
 
         override = read_template_argument(self.args.chat_template) if self.args.chat_template else None
         try:
-            return chat_template_of(self.tokenizer, override)
+            return chat_template_of(self.tokenizer, override, children=self._children)
         except RequestError:
             return None
 
@@ -86,7 +86,13 @@ class ModelFiles:
         from headrace.text.chat_templates import chat_template_of
 
         has_other = not self.args.chat_template and "tool_use" in self.tokenizer.chat_template
-        return chat_template_of(self.tokenizer, has_tools=True) if has_other else None
+        return chat_template_of(self.tokenizer, has_tools=True, children=self._children) if has_other else None
+
+    @cached_property
+    def _children(self) -> "TemplateChildren":
+        from headrace.text.chat_templates import TemplateChildren
+
+        return TemplateChildren()
 
     def output_format(self, template: "ChatTemplate | None") -> "OutputFormat | None":
         """How the model writes tool calls and reasoning: as the options say, or as the checkpoint shows. Raises ConfigError for unknown names."""
@@ -134,6 +140,11 @@ class ModelFiles:
         """Open what may be refused. Raises ConfigError or ModelError."""
         _ = self.pooling, self.tokenizer
         self.output_format(self.chat_template)
+
+    def close(self) -> None:
+        """End the processes that render its templates, if there are any: no more chats. Idempotent."""
+        if "_children" in vars(self):
+            self._children.close()
 
     def open_media(self) -> "PromptMedia":
         """What makes the media of prompts; of a model that takes none, what says why not. Starts no process. Raises ConfigError for wrong options."""

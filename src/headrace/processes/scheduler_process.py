@@ -100,7 +100,7 @@ def run_scheduler(
         if files.config.encoder is not None:
             args = encoder_args(args, files.config.max_position_embeddings)
         tokenizer = run_in_lasting_thread(lambda: files.tokenizer).result  # beside the weights
-        ends = run_in_lasting_thread(lambda: files.end_tokens).result
+        ends = run_in_lasting_thread(functools.partial(_end_tokens, files)).result
         grammars = _grammars(files, tokenizer)
         tokenize = functools.partial(tokens_of, args)
         if ranks is None:
@@ -159,6 +159,11 @@ def _read_ahead(args: ServerArgs) -> ReadAhead:
         return ReadAhead(None)
     options = (str(resolve_model(args.model_path)), args.mmproj, args.quantization, args.dtype, args.activations)
     return ReadAhead("\0".join(map(str, options)))
+
+
+def _end_tokens(files: ModelFiles) -> EndTokens:
+    with contextlib.closing(files):  # nothing else renders here
+        return files.end_tokens
 
 
 def _grammars(files: ModelFiles, tokenizer: "Callable[[], Tokenizer]") -> "Grammars":

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.sampling_defaults import SamplingDefaults
+from headrace.child_pool.pool import worked_s
 from headrace.config.server_args import ServerArgs, spellings
 from headrace.errors import ContextLengthError, NotFoundError, RequestError
 from headrace.frontend.prompts import refuse_text
@@ -108,7 +109,7 @@ class Asker(Protocol):
 
 
 def _text_threads() -> Turns:
-    return Turns(3, "headrace-text", wait_limit_s=TEXT_WAIT_LIMIT_S, work_limit_s=TEXT_WORK_LIMIT_S)
+    return Turns(3, "headrace-text", wait_limit_s=TEXT_WAIT_LIMIT_S, work_limit_s=TEXT_WORK_LIMIT_S, clock=worked_s)
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 Read first: detokenizer_manager.py (the detokenizer process), incremental.py (ids -> text), chat_templates.py.
 
-- In: tokenizers/, batch_tokenizer.py (beside the event loop), template_sandbox.py (and marks on what users wrote), fill_in_middle.py
+- In: tokenizers/, batch_tokenizer.py (beside the event loop), template_sandbox.py (and marks on what users wrote), template_child.py
+  (renders what nobody has read), fill_in_middle.py
 - Stops: stop.py
 """

@@ -1,7 +1,8 @@
-"""A Jinja sandbox for untrusted chat templates: they see only their variables, and their time and memory are limited.
+"""A Jinja sandbox for untrusted chat templates: they see only their variables, and their time and memory are limited, as far as Python can see them.
 
 Owns the sandbox and its limits, and marks on text from users, so that the text of a special token in a message is never read as that token. Does not
-know messages (`chat_templates.py`). Rendering is plain computation of up to some seconds: callers run it off the event loop.
+know messages (`chat_templates.py`), nor in which process it is (`template_child.py`). Rendering is plain computation of up to some seconds: callers
+run it off the event loop.
 
 Every special token begins and ends with one of a few characters (`<`, `>`, `[` ...), its edges. `Marks` replaces each of them by a
 private-use character, one for one. In marked text a special token written by the template has its own edges, and one that came from a
@@ -13,9 +14,9 @@ import datetime
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
 import jinja2
 import jinja2.exceptions
@@ -24,24 +25,27 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from headrace.errors import RequestError
+from headrace.errors import ModelError, RequestError
 
 
 class Marks:
-    """One private-use character for each edge character; none of them occurs in the texts."""
+    """One private-use character for each edge character. back: the edge of each mark."""
 
-    def __init__(self, edges: set[str], texts: Sequence[str]) -> None:
+    def __init__(self, back: Mapping[str, str]) -> None:
+        self.back = dict(back)
+        self._forth = {ord(edge): mark for mark, edge in back.items()}
+        self._back = {ord(mark): edge for mark, edge in back.items()}
+        self._any = re.compile("[" + "".join(back) + "]")
+
+    @classmethod
+    def beside(cls, edges: set[str], texts: Sequence[str]) -> Self:
+        """Marks none of which occurs in the texts. Raises RequestError if there are none."""
         used: set[str] = set().union(*texts)
         free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
-        self._forth: dict[int, str] = {}
-        for edge in sorted(edges):
-            mark = next(free, None)
-            if mark is None:
-                raise RequestError("the messages use up the private-use characters of Unicode", param="messages")
-            self._forth[ord(edge)] = mark
-        self.back = {mark: chr(edge) for edge, mark in self._forth.items()}
-        self._back = {ord(mark): edge for mark, edge in self.back.items()}
-        self._any = re.compile("[" + "".join(self.back) + "]")
+        back = dict(zip(free, sorted(edges), strict=False))
+        if len(back) < len(edges):
+            raise RequestError("the messages use up the private-use characters of Unicode", param="messages")
+        return cls(back)
 
     def mark(self, text: str) -> str:
         """Replace edge characters by their marks; marked text does not change."""
@@ -165,6 +169,7 @@ def mark_leaves(value: Any, marks: Marks) -> Any:
     return value
 
 
+MAX_RENDER_SECONDS: Final = 5.0
 MAX_RENDERED_CHARS: Final = 16_000_000
 _MAX_REPEAT: Final = 1_000_000  # of one string or list multiplication, and of a width in a format
 
@@ -174,7 +179,6 @@ FAULTS = (
     ArithmeticError,
     AttributeError,
     LookupError,
-    MemoryError,
     RecursionError,
     TypeError,
     ValueError,
@@ -187,6 +191,14 @@ class Refused(jinja2.TemplateError):
 
 class LimitReached(jinja2.TemplateError):
     """A render ran too long or grew too large."""
+
+
+class TemplateStoppedError(RequestError):
+    """What a render costs is more than its limits, so another one will hardly do better."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the chat template was stopped: {reason}", param="messages")
+        self.reason = reason
 
 
 class _Generation(jinja2.ext.Extension):
@@ -262,10 +274,76 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
+class TemplateFacts(NamedTuple):
+    """What the source of a template says. See `ChatTemplate`."""
+
+    uses_tools: bool
+    content_parts: bool
+
+
+def facts_of(source: str) -> TemplateFacts:
+    """Parses and compiles a template. Raises ModelError if it is not valid Jinja."""
+    try:
+        tree = Sandbox().parse(source)
+        _code(source)
+    except (jinja2.TemplateError, RecursionError, SyntaxError) as err:
+        line = f" at line {err.lineno}" if isinstance(err, jinja2.TemplateSyntaxError) else ""
+        raise ModelError(f"the chat template is not valid Jinja{line}: {err}") from err
+    except MemoryError:
+        raise ModelError("compiling the chat template takes too much memory") from None
+    names = {node.name for node in tree.find_all(jinja2.nodes.Name)}
+    return TemplateFacts("tools" in names, _loops_over_content(tree))
+
+
+def render(
+    source: str,
+    own: Mapping[str, Any],
+    values: Mapping[str, Any],
+    marks: Marks | None = None,
+    max_seconds: float = MAX_RENDER_SECONDS,
+    max_chars: int = MAX_RENDERED_CHARS,
+) -> str:
+    """What the template makes of variables: the server's own, and those of a request, in which strings are marked if there are marks.
+
+    Raises RequestError when it refuses them or fails on them, TemplateStoppedError when it exceeds its limits.
+    """
+    try:
+        given = values if marks is None else mark_leaves(values, marks)
+        return Sandbox(time.monotonic() + max_seconds, marks).render(source, {**own, **given}, max_chars)
+    except Refused as err:
+        raise RequestError(f"the chat template refuses these messages: {err}", param="messages") from None
+    except LimitReached as err:
+        raise TemplateStoppedError(str(err)) from None
+    except MemoryError:
+        raise TemplateStoppedError("it takes too much memory") from None
+    except jinja2.exceptions.SecurityError as err:
+        raise RequestError("the chat template uses a feature that is not allowed", param="messages") from err
+    except FAULTS as err:
+        raise RequestError(
+            "the chat template cannot be rendered with these messages; check their roles, fields and order",
+            param="messages",
+        ) from err
+
+
 @lru_cache(maxsize=16)
 def _code(source: str) -> Any:
     """The Python code of a template, kept for the few templates a process uses."""
     return Sandbox().compile(source)
+
+
+def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
+    for loop in tree.find_all(jinja2.nodes.For):
+        target = loop.iter
+        while isinstance(target, jinja2.nodes.Filter) and target.node is not None:
+            target = target.node
+        match target:
+            case jinja2.nodes.Name(name="content") | jinja2.nodes.Getattr(attr="content"):
+                return True
+            case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")):
+                return True
+            case _:
+                continue
+    return False
 
 
 def _raise_exception(message: str) -> None:
@@ -298,6 +376,17 @@ def _bounded(original: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
+def _joined(pieces: Iterable[str]) -> str:
+    parts: list[str] = []
+    num_chars = 0
+    for piece in pieces:
+        parts.append(piece)
+        num_chars += len(piece)
+        if num_chars > MAX_RENDERED_CHARS:
+            raise LimitReached(f"it builds text longer than {MAX_RENDERED_CHARS} characters")
+    return "".join(parts)
+
+
 def _tojson(
     marks: Marks | None,
     value: Any,
@@ -309,7 +398,9 @@ def _tojson(
     """JSON without HTML escapes, as transformers' filter. Marks survive `ensure_ascii`."""
     if isinstance(indent, int) and indent > 64:
         raise LimitReached("it indents JSON by more than 64")
-    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    # With an indent, what is nested deeply becomes many times as long.
+    text = encoder.encode(value) if indent is None else _joined(encoder.iterencode(value))
     if ensure_ascii:
         text = "".join(
             char if char.isascii() or (marks and char in marks.back) else json.dumps(char)[1:-1] for char in text

@@ -27,6 +27,7 @@ from headrace.server.chat.parts import media_kind, text_part
 from headrace.server.context import Asker, ServingContext
 from headrace.text.batch_tokenizer import refuse_too_long
 from headrace.text.chat_templates import RESERVED_KWARGS, ChatTemplate
+from headrace.text.template_sandbox import TemplateStoppedError
 from headrace.text.tokenizers import RenderedPrompt, Segment
 
 _PRIVATE_USE = range(0x100000, 0x10FFFE)
@@ -231,6 +232,8 @@ def _first_rendered(
             rendered = render(form)
             _check_own_roles(form, rendered.text)
             return rendered
+        except TemplateStoppedError:
+            raise
         except RequestError as exc:
             error = exc if error is None else error
     assert error is not None, "there is a form"
