@@ -301,6 +301,7 @@ def updatable_weights(
         if operation.keep_at:
             copy_checkpoint(other.path, other.files(), operation.keep_at, args.keep_updates == "reflink")
         check_unchanged(other, before)
+        other.release()
         return model, before
 
     rename = spec.renaming(model_config)
