@@ -14,9 +14,10 @@ from headrace.config.server_args import ServerArgs
 from headrace.config.web import MediaArgs, MediaDomains, media_args, parse_media_domains, parse_media_folder
 from headrace.errors import CapacityError, ConfigError
 from headrace.multimodal import fetch
-from headrace.multimodal.fetch import Fetcher, is_public
+from headrace.multimodal.fetch import Fetcher, Places, is_public
 from headrace.multimodal.limits import MediaRefusedError
 from headrace.multimodal.sources import FileLimit
+from headrace.turns import work_for
 
 PNG = file_of(picture(9, 9))
 MOST = 10_000
@@ -308,12 +309,12 @@ async def test_a_slow_host_leaves_places_for_others(host: Host):
     await host.is_full.wait()
     slow[-1].cancel()
     await asyncio.wait(slow[-1:])
-    assert client._places._inside.total() == fetch.AT_A_TIME_OF_HOST
+    assert client._places._shares.held == fetch.AT_A_TIME_OF_HOST
     host.let_go.set()
     done = await asyncio.gather(*slow, return_exceptions=True)
     assert done[:-1] == [PNG] * (len(slow) - 1)
     assert host.most_running == fetch.AT_A_TIME_OF_HOST
-    assert client._places._inside.total() == 0
+    assert client._places._shares.held == 0
 
 
 async def test_who_finds_no_place_is_told_to_come_again(host: Host):
@@ -326,7 +327,7 @@ async def test_who_finds_no_place_is_told_to_come_again(host: Host):
 
 def test_a_cancelled_wait_takes_no_place():
     async def run() -> None:
-        places = fetch._Places(1, 1)
+        places = Places(1, 1)
         await places.take("a")
         waits = [asyncio.create_task(places.take("b")) for _ in range(3)]
         await asyncio.sleep(0)
@@ -335,9 +336,31 @@ def test_a_cancelled_wait_takes_no_place():
         waits[1].cancel()  # it has its place, and has not run since
         await asyncio.gather(*waits[:2], return_exceptions=True)
         await asyncio.wait_for(waits[2], 5)
-        assert places._inside == {"b": 1}
+        assert list(places._of_host) == ["b"]
+        assert places._shares.held == 1
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("hosts", [["h"], [f"h{number}" for number in range(10)]], ids=["one", "many"])
+async def test_a_tenant_leaves_places_for_others(hosts: list[str]):
+    async def take(tenant: str, host: str) -> None:
+        work_for(tenant)
+        await places.take(host)
+        await ends.wait()
+        places.leave(host)
+
+    places, ends = Places(10, 10), asyncio.Event()
+    tasks = [asyncio.create_task(take("a", hosts[number % len(hosts)])) for number in range(20)]
+    await asyncio.sleep(0)
+    assert places._shares.held == 8
+    tasks.append(asyncio.create_task(take("b", hosts[0])))
+    await asyncio.sleep(0)
+    assert places._shares.held == 9
+    ends.set()
+    await asyncio.gather(*tasks)
+    assert places._shares.held == 0
+    assert not places._of_host
 
 
 @pytest.mark.parametrize(

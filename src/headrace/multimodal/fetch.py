@@ -8,7 +8,6 @@ proxies, cookies or credentials. Of a refused URL no request leaves. Errors neve
 import asyncio
 import ipaddress
 import socket
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from headrace.config.web import MediaArgs
 from headrace.errors import CapacityError
 from headrace.multimodal.limits import FETCH_LIMIT_S, MediaRefusedError
 from headrace.multimodal.sources import FileLimit, too_large
+from headrace.turns import Shares, asking
 from headrace.version import VERSION
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """(host, port) -> its addresses. Raises OSError if there are none."""
 
 MAX_REDIRECTS = 3
-AT_A_TIME = 32
-"""Files that are fetched, or have been and are yet to be prepared, at a time."""
+AT_A_TIME = 40
+"""Files that are fetched, or have been and are yet to be prepared, at a time; 32 of one tenant."""
 
-AT_A_TIME_OF_HOST = 8  # those of them that are of one host: a slow one leaves room for others
+AT_A_TIME_OF_HOST = 10  # those of them that are of one host: a slow one leaves room for others; 8 of one tenant
 _DNS_THREADS = 4
 _CHUNK_BYTES = 1 << 16
 _MOST_URL = 8192
@@ -55,22 +55,15 @@ class Fetcher:
         self._limit_s = limit_s
         self._resolve = resolve or self._look_up
         self._dns_threads = ThreadPoolExecutor(_DNS_THREADS, "media-hosts")
-        self._places = _Places(AT_A_TIME, AT_A_TIME_OF_HOST)
+        self._places = Places(AT_A_TIME, AT_A_TIME_OF_HOST)
 
     @asynccontextmanager
     async def fetched(self, url: str, limit: FileLimit) -> AsyncIterator[bytes]:
         """The bytes of a file, for which there is a place as long as they are needed. Raises MediaRefusedError, or CapacityError if too many others
         have one."""
         target = self._checked(url)
-        try:
-            async with asyncio.timeout(self._limit_s):
-                await self._places.take(_host(target))
-        except TimeoutError:
-            raise CapacityError("too many files are being fetched from this host", retry_after_s=5) from None
-        try:
+        async with self._places.one("too many files are being fetched from this host", self._limit_s, _host(target)):
             yield await self._in_time(target, limit)
-        finally:
-            self._places.leave(_host(target))
 
     async def _in_time(self, target: "URL", limit: FileLimit) -> bytes:
         try:
@@ -216,17 +209,32 @@ class _Known:
         """Nothing is open."""
 
 
-class _Places:
-    """How many are in at a time, in all and by host. Those who wait come in in order, but not before there is room for their host."""
+class Places:
+    """How many are in at a time, in all and by host, of which each tenant leaves some to others (`Shares`). Those who wait come in in order, but not
+    before there is room for their host and their tenant."""
 
     def __init__(self, most: int, most_of_host: int) -> None:
-        self._most, self._most_of_host = most, most_of_host
-        self._inside: Counter[str] = Counter()
-        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
+        self._most_of_host = most_of_host
+        self._shares = Shares(most)
+        self._of_host: dict[str, Shares] = {}
+        self._waiting: list[tuple[str, str, asyncio.Future[None]]] = []
 
-    async def take(self, host: str) -> None:
+    @asynccontextmanager
+    async def one(self, refusal: str, limit_s: float | None = None, host: str = "") -> AsyncIterator[None]:
+        """A place of the running task's tenant. Raises CapacityError if it has to be waited for longer than that."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.take(host)
+        except TimeoutError:
+            raise CapacityError(refusal, retry_after_s=5) from None
+        try:
+            yield
+        finally:
+            self.leave(host)
+
+    async def take(self, host: str = "") -> None:
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((host, place))
+        self._waiting.append((host, asking().tenant, place))
         self._let_in()
         try:
             await place
@@ -235,22 +243,27 @@ class _Places:
                 self.leave(host)
             raise
 
-    def leave(self, host: str) -> None:
-        self._inside[host] -= 1
-        if not self._inside[host]:
-            del self._inside[host]
+    def leave(self, host: str = "") -> None:
+        tenant = asking().tenant
+        self._shares.give_back(tenant, 1)
+        self._of_host[host].give_back(tenant, 1)
+        if not self._of_host[host].held:
+            del self._of_host[host]
         self._let_in()
 
     def _let_in(self) -> None:
         left = []
-        for host, place in self._waiting:
+        for host, tenant, place in self._waiting:
             if place.done():
                 continue
-            if self._inside.total() < self._most and self._inside[host] < self._most_of_host:
-                self._inside[host] += 1
-                place.set_result(None)
-            else:
-                left.append((host, place))
+            of_host = self._of_host.get(host) or Shares(self._most_of_host)
+            if of_host.take(tenant, 1):
+                if self._shares.take(tenant, 1):
+                    self._of_host[host] = of_host
+                    place.set_result(None)
+                    continue
+                of_host.give_back(tenant, 1)
+            left.append((host, tenant, place))
         self._waiting = left
 
 

@@ -33,11 +33,11 @@ from headrace.checkpoint.projector import MediaFiles
 from headrace.child_pool.child_side import MIB
 from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool, worked_s
 from headrace.config.web import MediaArgs
-from headrace.errors import CapacityError, ExecutionError, ModelError, RequestError
+from headrace.errors import ExecutionError, ModelError, RequestError
 from headrace.media_kinds import AudioRef, FileRef, ImageRef, MediaKind, MediaRef, VideoRef
 from headrace.messages.media import KEY_BYTES, MediaItem, MediaStats
 from headrace.multimodal.families import Family, LoadedItem, make_audio_family, make_family
-from headrace.multimodal.fetch import Fetcher
+from headrace.multimodal.fetch import Fetcher, Places
 from headrace.multimodal.limits import (
     CHILD_MEMORY_BYTES,
     FETCH_LIMIT_S,
@@ -109,8 +109,10 @@ class MediaPool(ChildPool[Verdict]):
 
 VIDEO_PATCHES = 4  # A video may have so many times the patches of an image
 _AT_A_TIME = 4  # files of one request that are fetched or decoded at a time
-_FILES = 8  # files that have been read and are yet to be prepared, at a time
-_VIDEOS = 4  # videos whose frames are being fetched, or have been and are yet to be prepared, at a time
+_FILES = 10  # files that have been read and are yet to be prepared, at a time; eight of one tenant
+_VIDEOS = (
+    5  # videos whose frames are being fetched, or have been and are yet to be prepared, at a time; four of one tenant
+)
 _THREADS = 2  # that decode base64 and hash files
 _SECONDS_PER_PIXEL = 2e-8  # of a PNG image; of other files, per byte
 
@@ -140,8 +142,8 @@ class MediaLoader:
         # A file system that does not answer holds these only.
         self._file_threads = ThreadPoolExecutor(_FILES, "media-files")
         self._fetcher = Fetcher(args)
-        self._files = asyncio.Semaphore(_FILES)
-        self._videos = asyncio.Semaphore(_VIDEOS)
+        self._files = Places(_FILES, _FILES)
+        self._videos = Places(_VIDEOS, _VIDEOS)
         self._cache: PreparedCache[LoadedItem] = PreparedCache(
             args.cache_bytes, lambda loaded: loaded.item.num_bytes + 64 * len(loaded.layout.tokens)
         )
@@ -215,26 +217,14 @@ class MediaLoader:
     async def _load_video(self, ref: VideoRef, owner: str) -> LoadedItem:
         # Frames that are in the request are there already; those of files come soon.
         is_slow = any(frame.url[:4].lower() == "http" for frame in ref.images)
-        async with self._place_of_video() if is_slow else nullcontext():
+        place = self._videos.one("too many videos are being fetched", FETCH_LIMIT_S)
+        async with place if is_slow else nullcontext():
             try:
                 async with asyncio.timeout(VIDEO_LIMIT_S):
                     frames = await self._frames(ref.images)
             except TimeoutError:
                 raise MediaRefusedError(f"getting its frames takes longer than {VIDEO_LIMIT_S:g} s", "time") from None
             return await self._shared(VideoJob(frames, ref.fps), owner)
-
-    @asynccontextmanager
-    async def _place_of_video(self) -> AsyncIterator[None]:
-        """One of the places of videos whose frames are fetched. Raises CapacityError if others keep them for long."""
-        try:
-            async with asyncio.timeout(FETCH_LIMIT_S):
-                await self._videos.acquire()
-        except TimeoutError:
-            raise CapacityError("too many videos are being fetched", retry_after_s=5) from None
-        try:
-            yield
-        finally:
-            self._videos.release()
 
     async def _frames(self, frames: Sequence[ImageRef]) -> tuple[bytes, ...]:
         files: list[bytes] = []
@@ -276,7 +266,7 @@ class MediaLoader:
         if form == "inline":
             yield await self._threads.run(partial(inline_bytes, ref, limit), ref.num_bytes)
         elif form == "file":
-            async with self._files:
+            async with self._files.one("too many files are being read"):
                 yield await self._read(ref.url, limit)
         else:
             begun_s = time.perf_counter()
