@@ -1,15 +1,15 @@
 """Turns and shares: who is next where work waits, and how much one may hold of what cannot be taken back.
 
 A tenant is a name for turns alone (`frontend.tenants.Caller.turn`): nothing is owned by it. The empty one is the operator and the server itself,
-which are outside all shares. Owns the threads in which the work of requests takes turns. Does not know what the work is: a thread may as well ask
-a child process to do it.
+which are outside all shares. Owns the threads in which work takes turns, and the order in which requests begin. Does not know what the work is:
+a thread may as well ask a child process to do it.
 """
 
 import asyncio
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
@@ -25,6 +25,10 @@ OWN_PER_FREE = 4
 
 SMALL_S = 0.02
 """Work that is expected to take longer is large."""
+
+ROUND_S = 0.002
+LEAST_BEGUN, MOST_BEGUN = 2, 16
+"""So much time, and so many requests, may begin in a round of the event loop."""
 
 LONGEST_RETRY_S = 120.0
 MAX_TENANTS = 10_000
@@ -360,6 +364,51 @@ class Turns:
                 work.timer = asyncio.get_running_loop().call_later(left_s, self._late, work)
             else:
                 work.settle(None, RequestError(f"tokenizing the prompt took longer than {self.work_limit_s:g} s"))
+
+
+class Beginnings:
+    """Which of the requests that have come begin now: a few in each round of the event loop, tenants in turn.
+
+    In a round runs all that is ready, and a request takes several rounds. So where hundreds are ready at once, a round, and with it whatever else is
+    being answered, would take as long as all of them. Used in one event loop, without which nothing is late.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}
+        self._each_s = 0.0
+        self._most = MOST_BEGUN
+        self._num_begun = 0
+        self._round_s: float | None = None  # when it began; None = nothing has begun since the last
+
+    def add(self, begin: Callable[[], None], flow: Callable[[], Hashable]) -> None:
+        """Call `begin()`: at once if there is room. flow: what takes turns with others of its kind, asked only if there is none."""
+        if self._waiting or self._num_begun >= self._most:
+            self._waiting.setdefault(flow(), deque()).append(begin)
+        else:
+            self._num_begun += 1
+            begin()
+        if self._round_s is None:
+            self._round_s = self._clock()
+            asyncio.get_running_loop().call_soon(self._next_round)
+
+    def _next_round(self) -> None:
+        now_s = self._clock()
+        assert self._round_s is not None, "a round has begun"
+        if self._num_begun:
+            self._each_s += ((now_s - self._round_s) / self._num_begun - self._each_s) / 8
+            self._most = max(LEAST_BEGUN, min(MOST_BEGUN, int(ROUND_S / max(self._each_s, 1e-9))))
+        self._num_begun = 0
+        while self._waiting and self._num_begun < self._most:
+            flow = next(iter(self._waiting))
+            own = self._waiting.pop(flow)
+            self._num_begun += 1
+            own.popleft()()
+            if own:
+                self._waiting[flow] = own
+        self._round_s = now_s if self._num_begun else None
+        if self._num_begun:
+            asyncio.get_running_loop().call_soon(self._next_round)
 
 
 def _stopping() -> CapacityError:

@@ -69,3 +69,24 @@ async def test_faults_are_refused_unless_enabled_and_go_to_the_process_that_does
 
     assert frontend.engine.inbox.recv_nowait() == fault
     assert frontend.channels.receiver("to_detokenizer").recv_nowait() == late
+
+
+async def test_who_asks_while_the_schedulers_are_asked_shares_the_next_answer(make_frontend):
+    frontend = make_frontend()
+    control = frontend.manager.control
+    asked, answer = [], frontend.engine.handle
+    frontend.engine.handle = lambda message: (asked.append(message), answer(message))
+
+    first = asyncio.create_task(control.internal_state())
+    message = await frontend.engine.next_message()
+    others = [asyncio.create_task(control.internal_state()) for _ in range(50)]
+    await asyncio.sleep(0)
+    others[0].cancel()
+    frontend.engine.handle(message)
+    await frontend.engine.until(lambda: len(asked) == 2)
+
+    assert await asyncio.gather(first, *others[1:]) == [STATE] * 50
+    assert len(asked) == 2
+    later = asyncio.create_task(control.internal_state())
+    await frontend.engine.until(lambda: len(asked) == 3)
+    assert await later == STATE

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from headrace.errors import CapacityError
-from headrace.turns import OWN_PER_FREE, Asked, Shares, Turns, work_for
+from headrace.turns import LEAST_BEGUN, MOST_BEGUN, OWN_PER_FREE, ROUND_S, Asked, Beginnings, Shares, Turns, work_for
 
 LARGE = 1 << 20
 WAIT_S = 20
@@ -275,3 +275,58 @@ def test_what_is_never_refused_takes_no_room():
     shares.give_back("a", 10)
     shares.give_back("b", 800)
     assert shares.held == 0
+
+
+async def test_alone_a_request_begins_at_once_and_hundreds_in_their_order():
+    beginnings, begun = Beginnings(lambda: 0.0), []
+    for number in range(300):
+        beginnings.add(lambda number=number: begun.append(number), lambda: "a")
+    assert begun == [*range(MOST_BEGUN)]
+    while len(begun) < 300:
+        before = len(begun)
+        await asyncio.sleep(0)
+        assert len(begun) - before == min(MOST_BEGUN, 300 - before)
+    assert begun == [*range(300)]
+    beginnings.add(lambda: begun.append("later"), lambda: "a")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert begun[300:] == ["later"]
+
+
+async def test_a_request_of_another_does_not_wait_for_the_hundreds_of_one():
+    beginnings, begun = Beginnings(lambda: 0.0), []
+    for _ in range(300):
+        beginnings.add(lambda: begun.append("a"), lambda: "a")
+    beginnings.add(lambda: begun.append("b"), lambda: "b")
+    await asyncio.sleep(0)
+    assert begun.index("b") == MOST_BEGUN + 1
+
+
+async def test_the_longer_requests_take_the_fewer_begin_in_a_round():
+    """As many as take `ROUND_S` together; the next rounds are judged by those before."""
+    clock = Clock()
+    beginnings = Beginnings(clock)
+
+    async def counts(each_s, num_rounds):
+        begun = []
+
+        def begin():
+            clock.now_s += each_s
+            begun.append(clock.now_s)
+
+        for _ in range(MOST_BEGUN * num_rounds):
+            beginnings.add(begin, lambda: "a")
+        found = []
+        for _ in range(num_rounds):
+            before = len(begun)
+            await asyncio.sleep(0)
+            found.append(len(begun) - before)
+        for _ in range(MOST_BEGUN * num_rounds):
+            await asyncio.sleep(0)
+        assert len(begun) == MOST_BEGUN * num_rounds
+        return found
+
+    some = await counts(ROUND_S / 4.5, 40)
+    assert some == sorted(some, reverse=True)
+    assert some[-1] == 4
+    assert (await counts(1.0, 20))[-1] == LEAST_BEGUN

@@ -1,9 +1,10 @@
 """Clients that leave, dawdle, flood or do not read."""
 
 import json
+import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from fake_frontend import MODEL, Running, running_server
 
 from headrace.server import listener
 from headrace.server.body import SMALL_BODY_BYTES
+from headrace.turns import Beginnings
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 BODIES = {
@@ -282,3 +284,16 @@ def test_a_slow_reader_gets_everything(server: Running, monkeypatch: pytest.Monk
     assert answer.count(b"data: [DONE]") == 1
     assert len(answer) > 8_000_000
     assert not server.frontend.closed_early.is_set()
+
+
+def test_requests_begin_in_turns(server: Running, monkeypatch: pytest.MonkeyPatch):
+    """Probes have a turn of their own."""
+    held: queue.Queue[tuple[Callable[[], None], Callable[[], object]]] = queue.Queue()
+    monkeypatch.setattr(Beginnings, "add", lambda self, begin, flow: held.put((begin, flow)))
+    flows = []
+    for path in (b"/v1/models", b"/ping"):
+        with raw(server) as sock:
+            sock.sendall(b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path)
+            _, flow = held.get(timeout=20)
+            flows.append(flow())
+    assert flows == [("@127.0.0.1", False), ("@127.0.0.1", True)]

@@ -10,8 +10,10 @@ from fake_frontend import FakeFrontend, make_app
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.messages.operations import StartProfileBody
-from headrace.server.auth import ApiKeys
+from headrace.server.auth import ApiKeys, AuthMiddleware, turn_of
 from headrace.server.context import ServerStatus
+from headrace.server.middleware import RouteNames
+from headrace.turns import asking
 
 TOML = f"""
 [[keys]]
@@ -221,3 +223,29 @@ async def test_whose_turn_a_request_takes(tmp_path):
 def test_a_proxy_is_named_by_its_address():
     with pytest.raises(ConfigError, match="--trusted-proxies takes addresses and networks"):
         ServerArgs(trusted_proxies="proxy.example")
+
+
+@pytest.mark.parametrize(
+    ("headers", "turn"),
+    [
+        ([(b"authorization", b"Bearer secret-a")], "team-a"),
+        ([(b"x-api-key", b"secret-b")], "team-b"),
+        ([(b"authorization", b"Bearer operator")], ""),
+        ([(b"authorization", b"Bearer nobody's")], "@192.0.2.7"),
+        ([], "@192.0.2.7"),
+        ([(b"x-forwarded-for", b"192.0.2.9")], "@192.0.2.7"),
+    ],
+)
+async def test_whose_turn_a_request_takes_is_known_before_it_begins(tmp_path, headers, turn):
+    """And it is the turn that its work takes afterwards."""
+    keys, took = ApiKeys(write(tmp_path / "keys.toml", TOML)), []
+
+    async def endpoint(scope, receive, send):
+        took.append(asking().tenant)
+
+    scope = {"type": "http", "path": "/ping", "headers": headers, "client": ("192.0.2.7", 1)}
+    assert turn_of(scope, keys, "operator", ()) == turn
+    await AuthMiddleware(endpoint, RouteNames(["/ping"]), {"/ping": "public"}, None, "operator", keys)(
+        scope, None, None
+    )
+    assert took == [turn]

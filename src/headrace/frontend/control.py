@@ -64,6 +64,8 @@ class Control:
         self.own: MainOperations
         self.on_flushed: Callable[[], None] = lambda: None
         self._lasting: dict[str, bytes] = {}
+        self._states: asyncio.Task[list[InternalState]] | None = None  # that is asked, or was
+        self._next_states: asyncio.Task[list[InternalState]] | None = None
 
     async def ask(self, name: str, request: bytes) -> dict[int, bytes]:
         """See `Asks`; `Operation.ask` is the typed form. Raises RequestError, CapacityError, ExecutionError."""
@@ -99,7 +101,18 @@ class Control:
         return await flush_when_idle(self._flush_now, timeout_s)
 
     async def internal_states(self) -> list[InternalState]:
-        """Counters and pool accounting of each live replica. Raises CapacityError, ExecutionError."""
+        """Counters and pool accounting of each live replica. Who comes while they are asked shares the next answer with all others who do.
+
+        Raises CapacityError, ExecutionError.
+        """
+        if self._next_states is None:
+            self._next_states = asyncio.create_task(self._ask_states(self._states))
+        return list(await asyncio.shield(self._next_states))
+
+    async def _ask_states(self, before: "asyncio.Task[list[InternalState]] | None") -> list[InternalState]:
+        if before is not None and not before.done():
+            await asyncio.wait([before])
+        self._states, self._next_states = self._next_states, None
         return list((await INTERNAL_STATE.ask(self, Nothing())).values())
 
     async def internal_state(self) -> InternalState:

@@ -5,6 +5,7 @@ Handlers are raw ASGI endpoints: requests are decoded by msgspec, and streams ar
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,7 +21,7 @@ from headrace.frontend.tenants import SERVER
 from headrace.log import get_logger
 from headrace.messages.requests import EmbeddingReqInput, GenerateReqInput
 from headrace.sampling.params import SamplingParams
-from headrace.server.auth import ApiKeys, AuthMiddleware, open_keys
+from headrace.server.auth import ApiKeys, AuthMiddleware, open_keys, turn_of
 from headrace.server.chat.conversation import Conversation
 from headrace.server.chat.prompt import chat_prompt
 from headrace.server.context import ServedModel, ServerStatus, ServingContext
@@ -55,7 +56,8 @@ def create_app(
     """The application that serves `model` through `frontend`.
 
     status: shared with the code that stops the server, to refuse new requests. `app.state.context` is the
-    handlers' context, `app.state.keys` the keys of --api-key-file, `app.state.routes` the rows of the route table.
+    handlers' context, `app.state.keys` the keys of --api-key-file, `app.state.turn_of` whose turn a request takes, `app.state.routes` the rows of
+    the route table.
     Raises ConfigError for unknown warm-ups and a key file that cannot be used.
     """
     context = ServingContext(frontend, model, args, status if status is not None else ServerStatus())
@@ -79,6 +81,9 @@ def create_app(
     app.state.startup_error = None
     app.state.keys = keys
     app.state.routes = table
+    app.state.turn_of = partial(
+        turn_of, keys=keys, admin_key=args.admin_api_key, proxies=parse_proxies(args.trusted_proxies)
+    )
     for spec in table:
         endpoint = Endpoint(spec.handler, context)
         app.router.routes.append(Route(spec.path, endpoint, methods=list(spec.methods), name=spec.path))

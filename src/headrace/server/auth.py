@@ -86,6 +86,16 @@ class AuthMiddleware(HttpMiddleware):
         return key is not None and hmac.compare_digest(key, self.api_key)
 
 
+def turn_of(scope: Scope, keys: "ApiKeys | None", admin_key: str | None, proxies: Networks) -> str:
+    """Whose turn a request takes, which may not be let in: as `Caller.turn` says of it afterwards."""
+    key = sent_key(scope)
+    tenant = keys.find(key) if keys is not None and key is not None else None
+    if tenant is not None:
+        return tenant.name
+    is_operator = admin_key and key is not None and hmac.compare_digest(key, admin_key.encode())
+    return "" if is_operator else turn_address(scope, proxies)
+
+
 def sent_key(scope: Scope) -> bytes | None:
     """The key of a request: its bearer token (the scheme in any case), else the one `x-api-key` header, in which Anthropic's clients send it.
 

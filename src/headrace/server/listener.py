@@ -34,7 +34,7 @@ from headrace.server.address import bind, check_certificate, local_url, turn_of_
 from headrace.server.body import SMALL_BODY_BYTES
 from headrace.server.error_forms import ApiError, openai_error
 from headrace.server.http import Scope
-from headrace.turns import Shares
+from headrace.turns import Beginnings, Shares
 
 log = get_logger(__name__)
 
@@ -76,6 +76,9 @@ MAX_LINGERING = 64
 MAX_PIPELINED = 16
 """Most pipelined requests behind the one being answered; beyond this, the connection is not read."""
 
+PROBES = frozenset({"/health", "/ping", "/ready"})
+"""Routes that answer at once, by which others see that the server lives."""
+
 _PHRASES = {
     400: b"Bad Request",
     408: b"Request Timeout",
@@ -101,12 +104,17 @@ class _Refused(Exception): ...
 class LimitedProtocol(HttpToolsProtocol):
     """A connection with limits on slow, large and unread traffic.
 
-    It counts as one of its client's address until a request says whose it is (`belong_to`). shares: of all connections of the server.
+    It counts as one of its client's address until a request says whose it is (`belong_to`). shares, beginnings: of all connections of the server.
+    turn_of: whose turn a request takes.
     """
 
-    def __init__(self, *args: Any, shares: Shares, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, shares: Shares, beginnings: Beginnings, turn_of: Callable[[Any], str], **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._shares = shares
+        self._beginnings = beginnings
+        self._turn_of = turn_of
         self._tenant: str | None = None  # whose connection it is; None = refused
         self._timers: dict[Literal["deadline", "stall", "rate"], asyncio.TimerHandle] = {}
         self._body_bytes = 0
@@ -238,6 +246,16 @@ class LimitedProtocol(HttpToolsProtocol):
         """Answer invalid HTTP, or a request that exceeds a limit, and close."""
         self._refuse(*self._refusal)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """A request may begin: at once, or when it is its turn. Probes have a turn of their own."""
+        begin = super()._start_asgi_task
+
+        def begin_unless_gone() -> None:
+            if not cycle.disconnected:
+                begin(cycle, app)
+
+        self._beginnings.add(begin_unless_gone, lambda: (self._turn_of(cycle.scope), cycle.scope["path"] in PROBES))
+
     @property
     def _before_body(self) -> bool:
         """Whether `cycle` does not belong to the arriving request yet."""
@@ -333,7 +351,7 @@ class Server:
         shares = Shares(max_connections(), own_per_free=OWN_CONNECTIONS_PER_FREE)
         config = uvicorn.Config(
             app,
-            http=partial(LimitedProtocol, shares=shares),  # type: ignore[arg-type]
+            http=partial(LimitedProtocol, shares=shares, beginnings=Beginnings(), turn_of=app.state.turn_of),  # type: ignore[arg-type]
             ws="none",
             loop="uvloop",
             lifespan="on",
