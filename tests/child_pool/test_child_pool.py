@@ -74,7 +74,7 @@ class Answer(msgspec.Struct):
 def make():
     pools = []
 
-    def make_pool(num_children: int = 1, limit_s: float = 60.0) -> ChildPool[Answer]:
+    def make_pool(num_children: int = 1, limit_s: float = 60.0, start_after_s: float = 0.0) -> ChildPool[Answer]:
         program = (sys.executable, "-c", CHILD)
         answers = msgspec.msgpack.Decoder(Answer)
         pools.append(
@@ -86,6 +86,7 @@ def make():
                 num_children=num_children,
                 limit_s=limit_s,
                 max_left_bytes=64 * MIB,
+                start_after_s=start_after_s,
             )
         )
         return pools[-1]
@@ -134,6 +135,23 @@ def test_a_child_is_made_ready_unless_there_is_one(make):
     pool.close()
     pool.make_ready()
     assert pool.pids == []
+
+
+def test_another_child_is_started_only_when_the_first_works_for_long(make, pipe):
+    pool = make(num_children=2, start_after_s=60.0)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(pool.ask, [Question("work", bytes([1]))] * 8))
+    assert len(pool.pids) == 1
+
+    pool = make(num_children=2, start_after_s=0.1)
+    with ThreadPoolExecutor(1) as threads:
+        stuck = threads.submit(pool.ask, Question("hang", bytes(pipe)))
+        pipe.read_bytes()  # returns when the child has opened and closed its end
+        assert pool.ask(Question("echo", b"ab")).data == b"ba"
+        assert len(pool.pids) == 2
+        pool.close()
+        with pytest.raises(ExecutionError):
+            stuck.result()
 
 
 def test_a_thread_is_told_what_its_questions_have_cost(make):

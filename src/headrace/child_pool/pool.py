@@ -7,7 +7,6 @@ long as it takes.
 """
 
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -176,7 +175,8 @@ class ChildProcess(Generic[A]):
 
 
 class ChildPool(Generic[A]):
-    """Asks children. limit_s: processor time for one answer. max_left_bytes: see `MAX_LEFT_BYTES`. The rest: see `ChildProcess`."""
+    """Asks children. limit_s: processor time for one answer. max_left_bytes: see `MAX_LEFT_BYTES`. start_after_s: how long a question waits for a
+    child that works before another one is started. The rest: see `ChildProcess`."""
 
     def __init__(
         self,
@@ -188,6 +188,7 @@ class ChildPool(Generic[A]):
         num_children: int,
         limit_s: float,
         max_left_bytes: int = MAX_LEFT_BYTES,
+        start_after_s: float = 0.0,
     ) -> None:
         self._purpose = purpose
         self._program = program
@@ -200,10 +201,11 @@ class ChildPool(Generic[A]):
         self._living: set[ChildProcess[A]] = set()
         self._closed = False
         self.num_killed = 0
+        self._start_after_s = start_after_s
         # The child that was used last is used first; None is one that is yet to be started.
-        self._free: queue.LifoQueue[ChildProcess[A] | None] = queue.LifoQueue()
-        for _ in range(num_children):
-            self._free.put(None)
+        self._num_children = num_children
+        self._free: list[ChildProcess[A] | None] = [None] * num_children
+        self._returned = threading.Condition(self._lock)
 
     def ask(self, question: msgspec.Struct) -> A:
         """Waits for a free child, and for its answer.
@@ -211,7 +213,7 @@ class ChildPool(Generic[A]):
         Raises ChildLateError or ChildLostError if the question is at fault, CapacityError if ATTEMPTS children were killed or got no turn, which
         is no property of the question, and ExecutionError if there is no child to ask.
         """
-        child = self._free.get()
+        child = self._take()
         try:
             for _ in range(ATTEMPTS):
                 try:
@@ -231,7 +233,7 @@ class ChildPool(Generic[A]):
                     self._end(child)
                 return answer
         finally:
-            self._free.put(child if child in self._living else None)
+            self._give_back(child)
         raise CapacityError(
             f"{ATTEMPTS} processes to {self._purpose} were killed or got no processor time; try again later",
             RETRY_AFTER_S,
@@ -239,15 +241,15 @@ class ChildPool(Generic[A]):
 
     def make_ready(self) -> None:
         """Start a child for the next question, unless there is one. Does not wait for those that are asked."""
-        try:
-            child = self._free.get_nowait()
-        except queue.Empty:
-            return
+        with self._lock:
+            if not self._free:
+                return
+            child = self._free.pop()
         try:
             with suppress(ExecutionError, _ChildKilledError):  # the next question meets it, too
                 child = self._fresh(child)
         finally:
-            self._free.put(child if child in self._living else None)
+            self._give_back(child)
 
     def close(self) -> None:
         """End the children. What is being asked fails with ExecutionError."""
@@ -261,6 +263,22 @@ class ChildPool(Generic[A]):
     def pids(self) -> list[int]:
         with self._lock:
             return [child.pid for child in self._living]
+
+    def _take(self) -> ChildProcess[A] | None:
+        """A free child; or None, one to be started, at once if nobody is asked, else when none has become free for `start_after_s`."""
+        with self._returned:
+            free, all_ = self._free, self._num_children
+            self._returned.wait_for(lambda: free and (free[-1] or len(free) == all_), self._start_after_s)
+            self._returned.wait_for(lambda: free)
+            return free.pop()
+
+    def _give_back(self, child: ChildProcess[A] | None) -> None:
+        with self._returned:
+            if child in self._living:
+                self._free.append(child)
+            else:
+                self._free.insert(0, None)
+            self._returned.notify_all()
 
     def _fresh(self, child: ChildProcess[A] | None) -> ChildProcess[A]:
         """The child, or a new one if there is none or somebody else ended it."""

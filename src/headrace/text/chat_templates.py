@@ -109,7 +109,7 @@ class TemplateChildren(ChildPool[Answer]):
         memory_bytes: int = 512 * MIB,
         program: Sequence[str] = (sys.executable, "-m", "headrace.text.template_child"),
     ) -> None:
-        # As many as threads that render, so that none waits for another.
+        # As many as threads that render, so that none waits long for another; most renders end long before a child has started.
         super().__init__(
             "render chat templates",
             program,
@@ -118,6 +118,7 @@ class TemplateChildren(ChildPool[Answer]):
             num_children=3,
             limit_s=limit_s,
             max_left_bytes=64 * MIB,
+            start_after_s=0.05,
         )
 
     def facts_of(self, source: str) -> TemplateFacts:
