@@ -64,13 +64,24 @@ def asking() -> Asked:
     return _ASKED.get()
 
 
-@dataclass(slots=True)
-class Shares:
-    """What is held until its holder gives it back. most: of all tenants. always: so much of each item is never refused, and not counted.
+def is_within_share(tenant: str, own: int, held: int, most: int, own_per_free: int = OWN_PER_FREE) -> bool:
+    """Whether a tenant may hold `own` of the `held` of all, which are at most `most`.
 
-    A tenant may hold at most `own_per_free` times what is free, so that there is always room for another: the dynamic threshold of A. K. Choudhury
+    It may hold at most `own_per_free` times what is free, so that there is always room for another: the dynamic threshold of A. K. Choudhury
     and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
     """
+    return held <= most and (not tenant or own <= own_per_free * (most - held))
+
+
+def most_of_one(most: int, own_per_free: int = OWN_PER_FREE) -> int:
+    """What a tenant that is alone may hold."""
+    return most * own_per_free // (1 + own_per_free)
+
+
+@dataclass(slots=True)
+class Shares:
+    """What is held until its holder gives it back: see `is_within_share`. most: of all tenants. always: so much of each item is never refused, and
+    not counted."""
 
     most: int
     always: int = 0
@@ -81,11 +92,11 @@ class Shares:
     def take(self, tenant: str, amount: int, of_item: int = 0) -> bool:
         """Hold `amount` more, for an item of which `of_item` is held already. False if that is above the tenant's share; then nothing changes."""
         amount = self._counted(of_item + amount) - self._counted(of_item)
-        own, left = self._own.get(tenant, 0), self.most - self.held - amount
-        if amount and (left < 0 or (tenant and own + amount > self.own_per_free * left)):
+        own, held = self._own.get(tenant, 0) + amount, self.held + amount
+        if amount and not is_within_share(tenant, own, held, self.most, self.own_per_free):
             return False
-        self.held += amount
-        self._own[tenant] = own + amount
+        self.held = held
+        self._own[tenant] = own
         return True
 
     def give_back(self, tenant: str, of_item: int) -> None:

@@ -55,7 +55,7 @@ def operate(rig: Rig, operation: object, request: msgspec.Struct) -> object:
 def pin(rig: Rig, name: str, ids: list[int], ttl_s: float = 1e9, owner: str = "me", **fields: object) -> object:
     """The tokens that are held, or why none are."""
     tokens = np.array(ids, np.int32).tobytes()
-    asked = {"share": 1.0, "namespace": "", **fields}
+    asked = {"tenant": "", "namespace": "", **fields}
     return operate(rig, PIN, PinReq(id=name, owner=owner, tokens=tokens, until_s=rig.now + ttl_s, **asked))
 
 
@@ -100,7 +100,7 @@ def test_pins_have_a_share_in_all_and_for_each_owner_and_pages_count_once():
     first, longer, other = prompt(40, 1), prompt(40, 1) + prompt(20, 1), prompt(24, 2)
     for i, ids in enumerate((first, longer, other)):
         ask(rig, f"r{i}", ids, 0)
-    assert pin(rig, "a", first, share=0.5).message.startswith("your pins would hold 40 tokens; the limit is 32")
+    assert pin(rig, "a", longer, tenant="me").message.startswith("your pins would hold 60 tokens, more than your share")
     assert pin(rig, "a", first) == 40
     assert pin(rig, "b", longer) == 60, "of which 40 are held already"
     assert rig.state.pins.stats().tokens == 60
@@ -110,10 +110,24 @@ def test_pins_have_a_share_in_all_and_for_each_owner_and_pages_count_once():
     assert "60" not in refused.message, "how much others hold is not told"
     assert rig.state.pins.held("me") == {"a": 40, "b": 60}, "what was refused has changed nothing"
     assert operate(rig, CACHE_USE, CacheUseReq("me")).pinned_tokens == 60
-    assert pin(rig, "b", longer, share=0.5).status_code == 429, "the old one stays"
+    assert pin(rig, "b", longer, tenant="me").status_code == 429, "the old one stays"
     assert rig.state.pins.held("me") == {"a": 40, "b": 60}
     operate(rig, UNPIN, UnpinReq("b"))
     assert pin(rig, "c", other, owner="another") == 24
+    rig.check_idle()
+
+
+def test_one_tenant_has_most_of_what_pins_may_hold_and_leaves_room_for_another():
+    rig = make()  # 128 tokens, of which pins hold at most 64
+    ids = [prompt(16, seed) for seed in range(5)]
+    for i, one in enumerate(ids):
+        ask(rig, f"r{i}", one, 0)
+    assert [pin(rig, f"a{i}", ids[i], tenant="a") for i in range(3)] == [16, 16, 16]
+    assert pin(rig, "a3", ids[3], tenant="a").status_code == 429
+    assert pin(rig, "b", ids[4][:12], tenant="b") == 12, "of the same owner: clients without a key"
+    assert pin(rig, "c", ids[4], tenant="c").status_code == 429, "now nothing is left for so much"
+    operate(rig, UNPIN, UnpinReq("b"))
+    assert pin(rig, "a0", ids[0], tenant="a") == 16, "known, so it takes no more"
     rig.check_idle()
 
 

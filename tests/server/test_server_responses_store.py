@@ -177,16 +177,28 @@ def test_the_oldest_goes_when_there_are_too_many():
     assert store.items_of("other", ("msg_b",)) == {}
 
 
-def test_bytes_are_bounded_and_the_largest_owner_pays():
+def test_bytes_are_bounded_and_the_tenant_with_the_most_pays():
     store = ResponseStore(100, max_bytes=2000)
-    store.put("small", response("s"), None, [])
+    store.put("all", response("s"), None, [], "small")
     for number in range(20):
-        store.put("large", response(f"r{number}", 300), None, [])
-    assert store.get("small", "s")
+        store.put("all", response(f"r{number}", 300), None, [], "large")
+    assert store.get("all", "s")
     assert 3 <= len(store) <= 6
-    store.put("large", response("huge", 3000), None, [])
+    store.put("all", response("huge", 3000), None, [], "large")
     with pytest.raises(NotFoundError):
-        store.get("large", "huge")
+        store.get("all", "huge")
+
+
+def test_one_large_response_of_a_tenant_outlives_the_many_small_ones_of_another():
+    store = ResponseStore(10, max_bytes=100_000)
+    store.put("all", response("large", 10_000), None, [], "few")
+    for number in range(30):
+        store.put("all", response(f"r{number}"), None, [], "many")
+    assert store.get("all", "large")
+    assert len(store) == 10
+    store.delete("all", "large")
+    store.put("all", response("last"), None, [], "many")
+    assert len(store) == 10, "one alone may have all"
 
 
 def test_a_response_counts_with_what_it_continues():

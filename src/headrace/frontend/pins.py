@@ -26,6 +26,7 @@ from headrace.messages.control import CacheUse, ReadyInfo
 from headrace.messages.operations import CACHE_USE, PIN, UNPIN, Asks, CacheUseReq, PinReq, UnpinReq
 from headrace.messages.requests import GenerateReqInput, PromptContent, TokenizedGenerateReqInput
 from headrace.sampling.params import SamplingParams
+from headrace.turns import is_within_share, most_of_one
 
 logger = get_logger(__name__)
 
@@ -113,7 +114,7 @@ class Pins:
             "limit_tokens": sum(use.pool.total_tokens for use in uses),
             "tokens": sum(use.tokens for use in uses),
             "pinned_tokens": sum(use.pinned_tokens for use in uses),
-            "pin_limit_tokens": len(uses) * int(self._limit * (1.0 if caller.is_admin else _share(caller))),
+            "pin_limit_tokens": len(uses) * _most(self._limit, caller),
         }
         disk: dict[str, Any] | None = None
         if self._args.kv_cache_dir is not None:
@@ -143,7 +144,7 @@ class Pins:
             if ask.is_hint:
                 continue
             count = self._whole(ask.num_tokens or content.num_tokens)
-            most = int(self._most_tokens * _share(caller))
+            most = min(self._most_tokens, _most(self._limit, caller))
             if not content.has_tokens:
                 raise RequestError("embeddings cannot be pinned")
             if not count:
@@ -208,9 +209,9 @@ class Pins:
         tokens = content.cache_key(content.token_ids)[: 4 * count]
         named = hashlib.blake2b(f"{caller.owner} {request.namespace} ".encode() + tokens, digest_size=12)
         asked = PinReq(
-            f"pin_{named.hexdigest()}", caller.owner, _share(caller), tokens, request.namespace, now_s + ask.ttl_s
+            f"pin_{named.hexdigest()}", caller.owner, caller.turn, tokens, request.namespace, now_s + ask.ttl_s
         )
-        await self._check_room()
+        await self._check_room(asked)
         try:
             held = await PIN.ask(self._control, asked)
         except HeadraceError:
@@ -223,11 +224,15 @@ class Pins:
         if isinstance(obj.rid, str):
             self._made[obj.rid] = record
 
-    async def _check_room(self) -> None:
-        if len(self._records) >= MOST_PINS:
+    async def _check_room(self, asked: PinReq) -> None:
+        if not self._has_room(asked):
             await self._sync()
-        if len(self._records) >= MOST_PINS:
-            raise CapacityError(f"there are {MOST_PINS} pins already", status_code=429)
+        if not self._has_room(asked):
+            raise CapacityError("you have as many pins as you may have beside those of others", status_code=429)
+
+    def _has_room(self, asked: PinReq) -> bool:
+        others = [record.asked.tenant for pin_id, record in self._records.items() if pin_id != asked.id]
+        return is_within_share(asked.tenant, others.count(asked.tenant) + 1, len(others) + 1, MOST_PINS)
 
     async def _let_go(self, pin_id: str) -> None:
         self._records.pop(pin_id, None)
@@ -288,8 +293,9 @@ class Pins:
 _POOL = ("free_tokens", "evictable_tokens", "leased_tokens")
 
 
-def _share(caller: Caller) -> float:
-    return caller.tenant.limits.share if caller.tenant is not None else 1.0
+def _most(limit: int, caller: Caller) -> int:
+    """Of the tokens that pins may hold, the most for those of a caller."""
+    return most_of_one(limit) if caller.turn else limit
 
 
 def _prompt_of(obj: GenerateReqInput, content: PromptContent, count: int) -> GenerateReqInput:

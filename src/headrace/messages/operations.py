@@ -243,12 +243,13 @@ class SlowDownBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PinReq(msgspec.Struct, frozen=True, gc=False):
-    """Keep what the tree has of a prefix until `until_s` (time.monotonic). id: of the pin; one that is known is set anew. owner: whose it is, with
-    his share of what all pins may hold. tokens: as `PromptContent.cache_key` has them. The reply: the tokens that are kept."""
+    """Keep what the tree has of a prefix until `until_s` (time.monotonic). id: of the pin; one that is known is set anew. owner: whose it is.
+    tenant: of whose share of what pins may hold it takes; "" = of nobody's. tokens: as `PromptContent.cache_key` has them. The reply: the tokens that
+    are kept."""
 
     id: str
     owner: str
-    share: float
+    tenant: str
     tokens: bytes
     namespace: str
     until_s: float

@@ -13,6 +13,7 @@ from headrace.log import get_logger
 from headrace.messages.control import PinStats
 from headrace.messages.operations import PinReq
 from headrace.scheduler.kv_manager import KVManager
+from headrace.turns import is_within_share
 
 logger = get_logger(__name__)
 
@@ -33,9 +34,10 @@ class Pins:
         self._kv = kv
         self._share = share
         self._pins: dict[str, _Pin] = {}  # the one that was set first comes first
-        # How many pins hold a page, of those in each part and of those of each owner.
+        # How many pins hold a page, of those in each part, of those of each owner and of each tenant.
         self._in_part: list[Counter[int]] = [Counter() for _ in kv.parts]
         self._of_owner: dict[str, Counter[int]] = {}
+        self._of_tenant: dict[str, Counter[int]] = {}
         self._num_released = 0
         kv.on_flush = self.forget
 
@@ -72,13 +74,15 @@ class Pins:
         if pin is None:
             return False
         self._kv.parts[pin.part].cache.release(pin.match.lease)
-        for pages in (self._in_part[pin.part], own := self._of_owner[pin.asked.owner]):
+        kinds = (self._of_owner, pin.asked.owner), (self._of_tenant, pin.asked.tenant)
+        for pages in (self._in_part[pin.part], *(of[name] for of, name in kinds)):
             pages.subtract(pin.match.pages)
             for page in pin.match.pages:
                 if not pages[page]:
                     del pages[page]
-        if not own:
-            del self._of_owner[pin.asked.owner]
+        for of, name in kinds:
+            if not of[name]:
+                del of[name]
         return True
 
     def expire(self, now_s: float) -> None:
@@ -116,14 +120,14 @@ class Pins:
             self._pins[pin.asked.id] = pin
             self._in_part[pin.part].update(pin.match.pages)
             self._of_owner.setdefault(pin.asked.owner, Counter()).update(pin.match.pages)
+            self._of_tenant.setdefault(pin.asked.tenant, Counter()).update(pin.match.pages)
 
     def _excess(self, asked: PinReq, part: int) -> str:
         """Why a pin is more than there may be, or ""."""
-        most = int(self._share * self._kv.part_tokens)
-        own = int(self._share * asked.share * self._kv.total_tokens)
-        held = self.tokens_of(asked.owner)
-        if held > own:
-            return f"your pins would hold {held} tokens; the limit is {own} (--kv-pin-share): unpin another one"
-        if self.tokens_in(part) > most:  # without telling how much others hold
-            return "the server has no room for another pin of this size (--kv-pin-share)"
+        # Without telling how much others hold.
+        if self.tokens_in(part) > int(self._share * self._kv.part_tokens):
+            return "the server has no room for another pin of this size (--kv-pin-share): unpin another one"
+        own = len(self._of_tenant.get(asked.tenant, ())) * self._kv.page_size
+        if not is_within_share(asked.tenant, own, self.num_tokens, int(self._share * self._kv.total_tokens)):
+            return f"your pins would hold {own} tokens, more than your share (--kv-pin-share): unpin another one"
         return ""

@@ -89,7 +89,8 @@ class ResponsesAPI:
             """Keep the response before the client knows that it is complete."""
             frames = reply.end()
             if keeps and reply.status != "failed":
-                self.store.put(owner, reply.response(), before, [_with_id(item) for item in items])
+                own = [_with_id(item) for item in items]
+                self.store.put(owner, reply.response(), before, own, exchange.caller.turn)
             return frames
 
         def headers() -> Headers:

@@ -1,10 +1,10 @@
 """Responses that are kept, in memory and by the key that made them.
 
-Owns how many are kept: at most `--max-stored-responses`, and at most MAX_STORED_BYTES. When there is no room, the oldest response of the owner
-with the most bytes goes. They are kept as JSON, so that the bound is one of memory. Used in the event loop that serves HTTP only.
+Owns how many are kept: at most `--max-stored-responses`, and at most MAX_STORED_BYTES. What is kept may go, so one tenant alone (see
+`headrace.turns`) may have all: when there is no room, the oldest response goes of the tenant that has the largest part of either. They are kept as
+JSON, so that the bound is one of memory. Used in the event loop that serves HTTP only.
 """
 
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,9 +25,10 @@ _ITEMS = msgspec.json.Decoder(list[dict[str, object]])
 class StoredResponse:
     """A response as JSON. earlier: lists of items of the conversation before it. own: of its input. output: of its output.
 
-    item_ids: of `own` and `output`. num_bytes: of everything, earlier lists included.
+    item_ids: of `own` and `output`. num_bytes: of everything, earlier lists included. tenant: whose share it takes of.
     """
 
+    tenant: str
     response: bytes
     earlier: tuple[bytes, ...]
     own: bytes
@@ -50,10 +51,10 @@ class StoredResponse:
 
 
 @dataclass(slots=True)
-class _Owner:
-    """The responses of an owner, the oldest first."""
+class _Held:
+    """What a tenant has: owners and ids of its responses, the oldest first."""
 
-    responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    responses: dict[tuple[str, str], None] = field(default_factory=dict)
     num_bytes: int = 0
 
 
@@ -63,16 +64,15 @@ class ResponseStore:
     def __init__(self, max_responses: int, max_bytes: int = MAX_STORED_BYTES) -> None:
         self.max_responses = max_responses
         self._max_bytes = max_bytes
-        self._owners: dict[str, _Owner] = {}
-        self._count = 0
-        self._num_bytes = 0
+        self._owners: dict[str, dict[str, StoredResponse]] = {}
+        self._held: dict[str, _Held] = {}
 
     def __len__(self) -> int:
-        return self._count
+        return sum(len(held.responses) for held in self._held.values())
 
     def get(self, owner: str, response_id: str, field_name: str | None = None) -> StoredResponse:
         """A response of this owner. field_name: the request's field that names it. Raises NotFoundError."""
-        found = self._of(owner).responses.get(response_id)
+        found = self._owners.get(owner, {}).get(response_id)
         if found is None:
             shown = response_id if len(response_id) <= 100 else response_id[:100] + "..."
             why = "" if self.max_responses else ": this server keeps none, see --max-stored-responses"
@@ -80,25 +80,34 @@ class ResponseStore:
         return found
 
     def put(
-        self, owner: str, response: Mapping[str, object], before: StoredResponse | None, own: Sequence[Item]
+        self,
+        owner: str,
+        response: Mapping[str, object],
+        before: StoredResponse | None,
+        own: Sequence[Item],
+        tenant: str = "",
     ) -> None:
-        """Keep a response, and let others go if there is no room. before: the one that it continues. One that is too large is not kept."""
+        """Keep a response, and let others go if there is no room. before: the one that it continues. One that is too large is not kept.
+
+        owner: who may see it. tenant: whose share it takes of.
+        """
         output = response["output"]
         assert isinstance(output, list), "of a response"
         made, given, all_of_it = encode_json(output), encode_json(own), encode_json(response)
         num_bytes = len(made) + len(given) + len(all_of_it) + (before.num_bytes if before is not None else 0)
         if num_bytes > self._max_bytes or not self.max_responses:
             return
-        while self._count >= self.max_responses or self._num_bytes + num_bytes > self._max_bytes:
-            biggest = max(self._owners, key=lambda name: self._owners[name].num_bytes)
-            self._drop(biggest, next(iter(self._owners[biggest].responses)))
+        while len(self) >= self.max_responses or self._num_bytes + num_bytes > self._max_bytes:
+            self._drop(*next(iter(max(self._held.values(), key=self._part).responses)))
         ids = frozenset(item_id for item in (*own, *output) if isinstance(item_id := item.get("id"), str))
         earlier = before.parts if before is not None else ()
-        mine = self._owners.setdefault(owner, _Owner())
-        mine.responses[str(response["id"])] = StoredResponse(all_of_it, earlier, given, made, ids, num_bytes)
-        mine.num_bytes += num_bytes
-        self._count += 1
-        self._num_bytes += num_bytes
+        response_id = str(response["id"])
+        self._owners.setdefault(owner, {})[response_id] = StoredResponse(
+            tenant, all_of_it, earlier, given, made, ids, num_bytes
+        )
+        held = self._held.setdefault(tenant, _Held())
+        held.responses[owner, response_id] = None
+        held.num_bytes += num_bytes
 
     def delete(self, owner: str, response_id: str) -> None:
         """Forget a response. Those that continue it keep its items. Raises NotFoundError."""
@@ -109,7 +118,7 @@ class ResponseStore:
         """The items of an owner's responses with these ids; those that are not there are left out."""
         found: dict[str, Item] = {}
         wanted = frozenset(ids)
-        for response in self._of(owner).responses.values():
+        for response in self._owners.get(owner, {}).values():
             if not wanted.isdisjoint(response.item_ids):
                 for item in _ITEMS.decode(response.own) + _ITEMS.decode(response.output):
                     item_id = item.get("id")
@@ -117,14 +126,21 @@ class ResponseStore:
                         found[item_id] = item
         return found
 
-    def _of(self, owner: str) -> _Owner:
-        return self._owners.get(owner) or _Owner()
+    @property
+    def _num_bytes(self) -> int:
+        return sum(held.num_bytes for held in self._held.values())
+
+    def _part(self, held: _Held) -> float:
+        """Of what all may have, the larger of its parts of the number and of the bytes."""
+        return max(len(held.responses) / self.max_responses, held.num_bytes / self._max_bytes)
 
     def _drop(self, owner: str, response_id: str) -> None:
         mine = self._owners[owner]
-        gone = mine.responses.pop(response_id)
-        mine.num_bytes -= gone.num_bytes
-        self._count -= 1
-        self._num_bytes -= gone.num_bytes
-        if not mine.responses:
+        gone = mine.pop(response_id)
+        held = self._held[gone.tenant]
+        del held.responses[owner, response_id]
+        held.num_bytes -= gone.num_bytes
+        if not mine:
             del self._owners[owner]
+        if not held.responses:
+            del self._held[gone.tenant]
