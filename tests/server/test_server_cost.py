@@ -239,18 +239,27 @@ def test_memory_of_large_bodies_goes_back_to_the_system_when_none_is_left(monkey
     monkeypatch.setattr(body_module, "give_back_free_memory", given_back.release)
     monkeypatch.setattr(body_module, "TRIM_BYTES", 1000)
     bodies = Bodies(1000)
+
+    def give_back(num_written: int = 0) -> None:
+        bodies.give_back("a", 600)
+        bodies.note_end(num_written)
+
     bodies.take("a", 600)
     bodies.take("a", 600)
-    bodies.give_back("a", 600)
+    give_back()
     assert not given_back.acquire(blocking=False)
-    bodies.give_back("a", 600)
+    give_back()
     assert given_back.acquire(timeout=60)
 
     bodies.take("a", 600)
-    bodies.give_back("a", 600)
+    give_back(500)
+    assert given_back.acquire(timeout=60), "long replies count, too"
+
+    bodies.take("a", 600)
+    give_back()
     bodies.take("a", 600)
     bodies.close()
-    bodies.give_back("a", 600)
+    give_back()
     assert not given_back.acquire(blocking=False)
 
 
@@ -263,6 +272,30 @@ def test_nothing_of_a_body_counts_after_its_request(client: httpx.Client, server
     post(client, "/generate", content)
 
     assert server.app.state.context.bodies.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "counts"),
+    [
+        ("/generate", {"text": "hi"}, False),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, False),
+        ("/tokenize", {"prompt": "hi"}, True),
+    ],
+)
+def test_a_body_counts_until_the_engine_has_what_was_asked(
+    server: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, body: object, counts: bool
+):
+    """While a request waits to be read it is held; one without the engine until it is answered."""
+    seen = []
+    reply = http.Exchange.reply
+
+    async def noting(exchange, *args, **options):
+        seen.append(exchange.context.bodies.num_bytes)
+        await reply(exchange, *args, **options)
+
+    monkeypatch.setattr(http.Exchange, "reply", noting)
+    assert client.post(path, json=body).status_code == 200
+    assert bool(*seen) is counts
 
 
 # -- embeddings

@@ -38,7 +38,7 @@ SMALL_BODY_BYTES = 64 << 10
 """So much of each body is never refused, nor counted for the share: clients with many small bodies take no room from others."""
 
 TRIM_BYTES = 32 << 20
-"""After this many bytes of bodies, once none is in memory, return free memory to the system (malloc would keep it)."""
+"""After this many bytes of bodies and long replies, once no body is in memory, return free memory to the system (malloc would keep it)."""
 
 _PIECE_BYTES = 64 << 10
 _DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
@@ -216,9 +216,13 @@ class Bodies:
         self._num_arrived += num_bytes
 
     def give_back(self, tenant: str, num_bytes: int) -> None:
-        """A body of which `num_bytes` were there is gone."""
+        """A body of which `num_bytes` were there is gone, and what was made of it is somebody else's."""
         self._shares.give_back(tenant, num_bytes)
         self.num_bytes -= num_bytes
+
+    def note_end(self, num_bytes: int = 0) -> None:
+        """A request has been answered, with a reply that took so many bytes if it was long: perhaps much memory is free now."""
+        self._num_arrived += num_bytes
         if self.num_bytes == 0 and self._num_arrived >= TRIM_BYTES and not self._closed:
             self._num_arrived = 0
             self._thread.submit(give_back_free_memory)

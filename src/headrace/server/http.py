@@ -126,6 +126,7 @@ class Exchange:
     max_body_bytes: int = field(init=False)
     tenant: str = field(init=False)
     _num_held: int = 0
+    _num_written: int = 0
 
     def __post_init__(self) -> None:
         self.tenant = asking().tenant
@@ -194,21 +195,15 @@ class Exchange:
         if self.content_type != b"application/json" and not any_content_type:
             raise RequestError("send the body as JSON with the header Content-Type: application/json")
         body = await self.read_body()
-        try:
-            return await self.context.bodies.decode(
-                body, lambda text: decode_json(text, _decoder(cast(Hashable, kind)), prepare), shorten
-            )
-        finally:
-            del body
-            self.forget_body()
+        return await self.context.bodies.decode(
+            body, lambda text: decode_json(text, _decoder(cast(Hashable, kind)), prepare), shorten
+        )
 
     async def read_no_fields(self) -> None:
         """For a route without fields: a body is optional, and its fields are refused by name. Raises the errors of `read_json`."""
         body = await self.read_body()
         if body.strip():
             await self.context.bodies.decode(body, lambda text: decode_json(text, _decoder(Nothing)), None)
-        del body
-        self.forget_body()
 
     async def read_body(self) -> bytes:
         """The whole body, at most `max_body_bytes`; a larger one is refused before or while it arrives.
@@ -243,9 +238,14 @@ class Exchange:
                 return await self.context.bodies.join(parts)
 
     def forget_body(self) -> None:
-        """The body is no longer in use. Idempotent."""
+        """What was asked is with the engine: the body counts no longer. Idempotent; a request that needs no engine counts until it is answered."""
         self.context.bodies.give_back(self.tenant, self._num_held)
         self._num_held = 0
+
+    def end(self) -> None:
+        """The request has been answered, or its client has gone."""
+        self.forget_body()
+        self.context.bodies.note_end(self._num_written)
 
     def write(self, part: bytes) -> Awaitable[None]:
         """Send a part of the body of a reply that has begun. Middleware looks only at how a reply begins, so none is passed."""
@@ -320,9 +320,11 @@ class Exchange:
             yield
         finally:
             replies.give_back(self.tenant, num_bytes)
+            self._num_written += num_bytes
 
     async def all_of(self, updates: AsyncGenerator[T, None]) -> list[T]:
-        """What the generator yields until it ends or the client leaves. Raises ClientGone."""
+        """What the generator yields until it ends or the client leaves, with nothing left to read. Raises ClientGone."""
+        self.forget_body()
         async with self.until_client_leaves(), aclosing(updates):
             return [update async for update in updates]
 
@@ -375,4 +377,4 @@ class Endpoint:
         try:
             await self.handler(exchange)
         finally:
-            exchange.forget_body()
+            exchange.end()

@@ -1,7 +1,6 @@
 """SGLang's own routes: `POST | PUT /generate`, and sessions. Runs in the event loop that serves HTTP."""
 
 import uuid
-from contextlib import aclosing
 
 import msgspec
 
@@ -46,12 +45,12 @@ async def generate(exchange: Exchange) -> None:
         stream = NativeStream(context.args.incremental_streaming_output)
         await stream_reply(exchange, updates, lambda update: render_update(stream, update), bytes)
         return
-    async with exchange.until_client_leaves(), aclosing(updates):
-        made = [update async for update in updates]
-        is_elsewhere = has_prompt_elsewhere(request, context.args.disaggregation_mode)
-        if sum(update.num_bytes for update in made) > INLINE_REPLY_BYTES and not is_elsewhere:
+    made = await exchange.all_of(updates)
+    is_elsewhere = has_prompt_elsewhere(request, context.args.disaggregation_mode)
+    if sum(update.num_bytes for update in made) > INLINE_REPLY_BYTES and not is_elsewhere:
+        async with exchange.until_client_leaves():
             await exchange.reply_in_pieces(answer_pieces(made, handed_on(request)), made_of=made)
-            return
+        return
     answer = whole_answer(made, handed_on(request))
     if isinstance(answer, dict) and is_elsewhere:
         # Of lists and streams, and of other routes, routers give what we say.

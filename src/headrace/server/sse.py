@@ -135,6 +135,7 @@ async def stream_reply(
     `failed` makes of it. `renamed` puts the API's field names into such an error; one that raises is left to the caller. `done` ends the stream
     exactly once in both cases. The generator is closed before this returns or raises.
     """
+    exchange.forget_body()
     async with exchange.until_client_leaves(), aclosing(items):
         reply = _Reply(exchange, lambda: [(b"content-type", content_type), *_HEADERS, *headers()], ping)
         try:

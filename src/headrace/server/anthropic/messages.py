@@ -7,7 +7,6 @@ the event loop that serves HTTP.
 import re
 import uuid
 from collections.abc import Iterable
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -107,8 +106,7 @@ class MessagesServing:
                     ping=PING,
                 )
                 return
-            async with exchange.until_client_leaves(), aclosing(updates):
-                (update,) = [update async for update in updates]
+            (update,) = await exchange.all_of(updates)
             await exchange.reply_json(reply.whole(update), headers=headers())
         except RequestError as exc:
             raise _renamed(exc, request) from None

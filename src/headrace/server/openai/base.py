@@ -8,7 +8,6 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -237,8 +236,7 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         return UsageCount(generation.request.num_candidates, self.context.args.enable_cache_report, has_prediction)
 
     async def _reply(self, exchange: Exchange, generation: G) -> None:
-        async with exchange.until_client_leaves(), aclosing(self.updates(exchange, generation)) as news:
-            updates = [update async for update in news]
+        updates = await exchange.all_of(self.updates(exchange, generation))
         count = self.usage_count(generation)
         for update in updates:
             count.add(update)

@@ -47,17 +47,19 @@ async def tokenize(exchange: Exchange) -> None:
     context.check_tokenizer("prompt")
     body = await exchange.read_json(TokenizeBody)
     context.adapter_of(body.model or "")
+    length = context.model.context_length
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give exactly one of prompt and messages", "prompt")
     if isinstance(body.prompt, list):
         _check_count(context, "prompt", "texts", len(body.prompt))
     if body.messages is not None:
         chat = await context.in_text_thread(lambda: chat_prompt(context, conversation_to_tokenize(context, body)))
-        tokens = [await chat.ids_with_media(context, exchange)]
+        ids = [await chat.ids_with_media(context, exchange)]
+        reply = await context.in_text_thread(lambda: _reply(ids, length, False))
     else:
-        tokens = await context.in_text_thread(lambda: _tokens(context, body))
-    length, is_list = context.model.context_length, isinstance(body.prompt, list)
-    reply = await context.in_text_thread(lambda: _reply(tokens, length, is_list))
+        # In one turn: a text has many ids, which take ten times as much memory as their JSON while they wait.
+        is_list = isinstance(body.prompt, list)
+        reply = await context.in_text_thread(lambda: _reply(_tokens(context, body), length, is_list))
     await exchange.reply(reply)
 
 

@@ -3,7 +3,6 @@
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from functools import partial
 from typing import Literal
 
@@ -110,11 +109,10 @@ class ResponsesAPI:
             )
             return
         size = 0
-        async with exchange.until_client_leaves(), aclosing(chat.updates(exchange)) as updates:
-            async for update in updates:
-                update.raise_failure()
-                size += update.num_bytes
-                await self.context.written(partial(reply.push, update), size)
+        for update in await exchange.all_of(chat.updates(exchange)):
+            update.raise_failure()
+            size += update.num_bytes
+            await self.context.written(partial(reply.push, update), size)
         end()
         await exchange.reply(await self.context.written(lambda: encode_json(reply.response()), size), headers=headers())
 
