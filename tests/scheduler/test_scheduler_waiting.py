@@ -170,6 +170,18 @@ def test_counters_of_keys_that_do_not_wait_are_dropped_when_there_are_too_many(m
     assert len(list(fair_share.order(waiting, lambda name: iter([make(0, name)])))) == 3
 
 
+def test_who_runs_keeps_its_counter_however_many_others_come(monkeypatch):
+    monkeypatch.setattr(fairness, "MAX_TENANTS", 4)
+    fair_share, runs = FairShare(), make(0, "runs")
+    fair_share.arrive(runs, ())
+    fair_share.charge_output(runs, 1000)
+    for order in range(50):
+        fair_share.arrive(make(order, f"gone{order}"), (), [runs])
+    fair_share.come_back(runs, ())
+    assert list(fair_share.by_turns({"runs", "gone49"})) == ["gone49", "runs"]
+    assert fair_share.has_had_more("runs", "gone49")
+
+
 def test_a_request_waits_again_after_the_counter_of_its_key_was_dropped(monkeypatch):
     monkeypatch.setattr(fairness, "MAX_TENANTS", 2)
     fair_share = FairShare()

@@ -211,6 +211,10 @@ async def test_whose_turn_a_request_takes(tmp_path):
     assert await turn("192.0.2.7", "operator") == ""
     assert await turn("192.0.2.7") == await turn("::ffff:192.0.2.7") == "@192.0.2.7"
     assert await turn("2001:db8:1:2:3::4") == await turn("2001:db8:1:2::9") == "@2001:db8:1:2::/64"
+    networks = [await turn(f"2001:db8:7:{number:x}::1") for number in (*range(40), 3)]
+    assert networks[15] == "@2001:db8:7:f::/64"
+    assert set(networks[16:40]) == {"@2001:db8:7::/48"}, "a site of many networks"
+    assert networks[40] == networks[3]
     assert await turn("192.0.2.7", "all", "198.51.100.1") == "@192.0.2.7"
     assert await turn("10.1.1.1", "all", "203.0.113.9, 198.51.100.1", "10.3.3.3") == "@198.51.100.1"
     assert await turn("10.1.1.1", "all", "203.0.113.9, 198.51.100.1:5555") == "@198.51.100.1"

@@ -15,7 +15,7 @@ Owns the counters. Does not read the clock; runs in the scheduler's thread.
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.scheduler.request import Req
@@ -26,7 +26,7 @@ OUTPUT_COST = 2.0
 """Cost of an output token, in prompt tokens; the ratio of the paper."""
 
 MAX_TENANTS = 10_000
-"""Most counters to keep; beyond this (or twice the number of tenants that wait), those of tenants without waiting requests are dropped."""
+"""Most counters to keep; beyond this (or twice the number of tenants that wait or run), those of the others are dropped."""
 
 WINDOW_S = 10.0
 """A tenant counts as present from when it runs or waits to the end of the next window of so many seconds."""
@@ -46,14 +46,14 @@ class FairShare:
         self._by_service: list[tuple[float, str]] = []
         self._in_heap: set[str] = set()
 
-    def arrive(self, req: Req, waiting: Collection[str]) -> None:
-        """A request is about to wait: raise its tenant's counter, unless the tenant is already among the `waiting`."""
+    def arrive(self, req: Req, waiting: Collection[str], running: Iterable[Req] = ()) -> None:
+        """A request is about to wait: raise its tenant's counter, unless the tenant is already among the `waiting`. running: all that run."""
         tenant = req.asked.tenant
         if tenant not in waiting:
             self._service[tenant] = max(self._service.get(tenant, 0.0), self._least(waiting))
             self._put_in_heap(tenant)
         if len(self._service) > self._max_counters:
-            self._drop_all_but({*waiting, tenant, self._last_admitted})
+            self._drop_all_but({*waiting, tenant, self._last_admitted, *(one.asked.tenant for one in running)})
 
     def come_back(self, req: Req, waiting: Collection[str]) -> None:
         """A running request is about to wait again. Its tenant's counter stays as it is; if it was dropped, the tenant is like a new one."""

@@ -321,7 +321,7 @@ class Scheduler:
         self._send([commit.end(state, req)])
 
     def _wait(self, req: Req) -> None:
-        self.state.fair_share.arrive(req, self.state.waiting.tenants)
+        self.state.fair_share.arrive(req, self.state.waiting.tenants, self.state.running)
         self.state.waiting.add(req)
 
     def _check(self, req: Req) -> None:

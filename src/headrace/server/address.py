@@ -13,8 +13,13 @@ from headrace.config.server_args import ServerArgs
 from headrace.config.web import Networks, address_of, split_authority
 from headrace.errors import ConfigError
 
-_NETWORK_BITS = 64
-"""What one client of IPv6 has for itself."""
+_NETWORK_BITS, _SITE_BITS = 64, 48
+"""What one client of IPv6 has for itself, and the most that a network's owner is usually given."""
+_NETWORKS_OF_SITE = 16
+"""So many networks of a site count for themselves, those that came first; the others are one client together."""
+_MOST_SITES = 4096
+_sites: dict[int, set[int]] = {}
+"""The networks of each site that count for themselves, the site that was seen last at the end."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -79,7 +84,7 @@ def check_certificate(args: ServerArgs) -> None:
 
 
 def turn_address(scope: Mapping[str, Any], proxies: Networks) -> str:
-    """Whose turn a request without a name takes: `@` and the client's address, or its network of 64 bits for IPv6. Not for what anybody owns.
+    """Whose turn a request without a name takes: `@` and the client's address, or its network for IPv6. Not for what anybody owns.
 
     scope: of ASGI. proxies: of these, the last entry of X-Forwarded-For that is none of theirs is the client's, since anybody may have written what
     stands before it. If that is no address, the proxy's own counts.
@@ -100,8 +105,18 @@ def turn_of_host(host: str) -> str:
     address = address_of(host)
     address = getattr(address, "ipv4_mapped", None) or address
     if isinstance(address, ipaddress.IPv6Address):
-        return f"@{ipaddress.ip_network((address, _NETWORK_BITS), strict=False)}"
+        return f"@{ipaddress.ip_network((address, _bits_of_client(int(address))), strict=False)}"
     return f"@{address or ''}"
+
+
+def _bits_of_client(address: int) -> int:
+    network, site = address >> (128 - _NETWORK_BITS), address >> (128 - _SITE_BITS)
+    known = _sites[site] = _sites.pop(site, set())
+    if len(_sites) > _MOST_SITES:
+        del _sites[next(iter(_sites))]
+    if len(known) < _NETWORKS_OF_SITE:
+        known.add(network)
+    return _NETWORK_BITS if network in known else _SITE_BITS
 
 
 def _host_of(item: str) -> str:
