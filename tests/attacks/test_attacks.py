@@ -1,10 +1,26 @@
 """The short form of each attack on a server: what it does to others, or to itself, is bounded."""
 
+import http.client
+import json
+import sys
+import time
 from pathlib import Path
 
+import crowding
 import memory
 import pytest
+from crowding import ATTACKS, BYSTANDER, JSON_HEAD, SENT, SMALL, attacking, serving
 from killed_children import attack
+
+HEADRACE = [str(Path(sys.executable).with_name("headrace"))]
+SERVERS = {
+    "text": ("text", "few descriptors", "few pages"),
+    "embedding": ("embedding",),
+    "vision": ("vision",),
+}
+"""Which attacks of the long form one server of the short form bears."""
+PATIENCE_S = 60
+"""A small request of another key had not been answered after so long, beside most of these attacks, while all stood in one line."""
 
 
 @pytest.mark.slow
@@ -33,3 +49,24 @@ def test_weights_and_adapters_that_come_and_go_leave_no_memory_behind(tmp_path: 
     assert set(load.answers) == {200}
     # The weights are 92 MB: every one that is kept would show.
     assert held[-1] - max(held[:4]) < 60, held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_small_request_of_another_key_is_answered_beside_each_attack(server, monkeypatch):
+    monkeypatch.setattr(crowding, "TIMEOUT_S", PATIENCE_S)
+    options = [*crowding.SERVERS["few pages" if server == "text" else server]]
+    refused = []
+    with serving(HEADRACE, options, few_descriptors=True) as (url, _):
+        for name in (name for name, each in ATTACKS.items() if each.server in SERVERS[server]):
+            with attacking(name, url) as work:
+                while work[SENT] < min(ATTACKS[name].at_once, 100):
+                    time.sleep(0.02)
+                for number, kind in enumerate(crowding.ASKED[server]):
+                    path, body = SMALL[kind](name, number)
+                    connection = crowding.connect(url)
+                    connection.request("POST", path, json.dumps(body), BYSTANDER | JSON_HEAD)
+                    if connection.getresponse().status != http.client.OK:
+                        refused.append((name, kind))
+                    connection.close()
+    assert refused == []
