@@ -14,8 +14,8 @@ from headrace.messages.outputs import FinishReason, LogprobBlock
 from headrace.messages.packing import pack_float32, pack_int32
 
 MANY = {"return_logprob": True, "token_ids_logprob": list(range(100))}
-"""Each token takes 16 + 8 + 400 bytes."""
-EACH = 424
+EACH = 400
+"""Bytes of each token, without its own logprob."""
 RIDS = [*(f"@a{number}" for number in range(1, 8)), "@b1"]
 STOP = FinishReason("stop", matched=256)
 
@@ -45,7 +45,9 @@ async def asked(frontend, **fields):
         # Without a limit of its own it is as long as may be held.
         (sampled(), 20),
         (sampled(n=4), 5),
-        ({}, 63),
+        # Tokens and their own logprobs are not counted: batches of rollouts have millions of both.
+        ({"sampling_params": {"max_new_tokens": 60, "n": 50}, "return_logprob": True}, 60),
+        ({"sampling_params": {"max_new_tokens": 60, "n": 50}}, 60),
     ],
 )
 async def test_what_can_be_held_is_computed(make_frontend, fields, most):
@@ -61,12 +63,12 @@ async def test_what_can_be_held_is_computed(make_frontend, fields, most):
         {"sampling_params": {"max_new_tokens": 21}, "return_logprob": True, "top_logprobs_num": 50},
         {"sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 0, "text": "p" * 40}
         | {"top_logprobs_num": 50},
-        {"sampling_params": {"max_new_tokens": 50, "n": 8}, "return_hidden_states": True},
+        {"sampling_params": {"max_new_tokens": 50, "n": 25}, "return_hidden_states": True},
     ],
 )
 async def test_what_could_not_be_held_is_refused_before_it_is_computed(make_frontend, fields):
     frontend = make_frontend(max_reply_bytes=20 * EACH)
-    with pytest.raises(RequestError, match=r"the limit is 8480 \(--max-reply-bytes\)") as refused:
+    with pytest.raises(RequestError, match=r"the limit is 8000 \(--max-reply-bytes\)") as refused:
         await frontend.start(**{"text": "p", "rid": "r"} | fields)
     assert refused.value.param == "max_new_tokens"
     assert not frontend.engine.requests
@@ -81,7 +83,7 @@ def block(num_tokens, picked=100):
 
 async def test_a_tenant_above_its_share_is_cut_off_and_no_other(make_frontend):
     """Together eight replies of the largest size are held: one tenant holds six, and then another finds room."""
-    frontend = make_frontend(max_reply_bytes=40 * EACH)
+    frontend = make_frontend(max_reply_bytes=40 * (EACH + 8))
     engine = frontend.engine
 
     def start(rid, turn):

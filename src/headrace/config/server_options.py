@@ -244,7 +244,9 @@ class ServerOptions:
     max_batch_prompts: int = _serving(1024, "Most prompts in one request.", POSITIVE)
     max_body_bytes: int = _serving(32 << 20, "Largest request body, in bytes.", POSITIVE)
     max_reply_bytes: int = _serving(
-        128 << 20, "Most bytes of a request's outputs, 8 a logprob; one that may take more is refused (400).", POSITIVE
+        128 << 20,
+        "Most bytes of a request's top and chosen logprobs and hidden states; one that may take more is refused (400).",
+        POSITIVE,
     )
     stream_interval: int = _serving(1, "Send a chunk of a stream every N tokens.", POSITIVE)
     incremental_streaming_output: bool = _serving(

@@ -60,9 +60,6 @@ WRONG_KIND = "wrong_model_type"
 
 AnyCall = Call[Prompt] | Call[PooledPrompt]
 
-TOKEN_BYTES = 16
-"""What an output token takes by itself, about: its id and its text."""
-
 MAX_TOKEN_CHARACTERS = 256
 """Longer texts are hardly one token."""
 
@@ -163,8 +160,10 @@ class PromptTokenizer:
             try:
                 grammar = await self._grammar(prompt)
                 fixed_bytes, token_bytes = self._reply_bytes(prompt, content)
-                room = max(1, (self.args.max_reply_bytes // len(state.samples) - fixed_bytes) // token_bytes)
-                most = min(default_max_new_tokens, room)
+                most = default_max_new_tokens
+                if token_bytes:
+                    room = (self.args.max_reply_bytes // len(state.samples) - fixed_bytes) // token_bytes
+                    most = min(most, max(1, room))
                 sampling = self._resolve(prompt, content, bad_word_ids, grammar, most)
                 reply_bytes += len(own) * (fixed_bytes + token_bytes * sampling.max_new_tokens)
                 logprobs = _logprob_spec(prompt, content)
@@ -185,12 +184,12 @@ class PromptTokenizer:
         return requests
 
     def _reply_bytes(self, prompt: Prompt, content: PromptContent) -> tuple[int, int]:
-        """What a sample of a prompt keeps until it is answered: bytes that its prompt takes, and those of each output token."""
+        """What a sample of a prompt keeps until it is answered: bytes that its prompt takes, and those of each output token. Its own logprob is not
+        counted: it is no more than the token."""
         num_listed = content.num_tokens - prompt.logprob_start_len if prompt.logprob_start_len >= 0 else 0
-        logprobs = 8 + 8 * prompt.top_logprobs_num + 4 * len(prompt.token_ids_logprob)
+        logprobs = 8 * prompt.top_logprobs_num + 4 * len(prompt.token_ids_logprob) if prompt.return_logprob else 0
         hidden = 4 * self.ready.hidden_size if prompt.return_hidden_states else 0
-        each = TOKEN_BYTES + (logprobs if prompt.return_logprob else 0) + hidden
-        return num_listed * logprobs + content.num_tokens * hidden, each
+        return num_listed * logprobs + content.num_tokens * hidden, logprobs + hidden
 
     async def _add_media(
         self, call: Call[Prompt], contents: list[PromptContent], state: CallState
