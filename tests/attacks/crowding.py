@@ -28,7 +28,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,19 +149,24 @@ def connect(url: str) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(at.hostname or "", at.port, timeout=TIMEOUT_S)
 
 
-def post(url: str, path: str, body: Body) -> None:
-    connection = connect(url)
-    try:
-        connection.request("POST", path, json.dumps(body), ATTACKER | JSON_HEAD)
-        say(SENT)
-        reply = connection.getresponse()
-        reply.read()
-        if reply.status in (429, 503):
-            time.sleep(float(reply.headers.get("retry-after") or 1))
+def ask(url: str, path: str, body: Body | None, who: dict[str, str]) -> tuple[int, float, bytes]:
+    """The status, the seconds of `Retry-After`, and the content of the reply to a POST, or to a GET without a body."""
+    with closing(connect(url)) as connection:
+        if body is None:
+            connection.request("GET", path, headers=who)
         else:
-            say(DONE)
-    finally:
-        connection.close()
+            connection.request("POST", path, json.dumps(body), who | JSON_HEAD)
+        with closing(connection.getresponse()) as reply:
+            return reply.status, float(reply.headers.get("retry-after") or 1), reply.read()
+
+
+def post(url: str, path: str, body: Body) -> None:
+    say(SENT)
+    status, retry_s, _ = ask(url, path, body, ATTACKER)
+    if status in (429, 503):
+        time.sleep(retry_s)
+    else:
+        say(DONE)
 
 
 def posting(path: str, body: Callable[[int, int], Body]) -> Callable[[str, int, int], None]:
@@ -182,16 +187,13 @@ def send(url: str, path: str, body: Body, seconds: float) -> socket.socket:
 
 
 def stream(url: str, client: int, turn: int) -> None:
-    connection = connect(url)
-    try:
+    with closing(connect(url)) as connection:
         body = generate("a", stream=True, n=64, max_new_tokens=4000, ignore_eos=True)
         connection.request("POST", "/generate", json.dumps(body), ATTACKER | JSON_HEAD)
         say(SENT)
         for line in connection.getresponse():
             if line.startswith(b"data:"):
                 say(DONE)
-    finally:
-        connection.close()
 
 
 def stay(url: str, client: int, turn: int) -> None:
@@ -230,17 +232,14 @@ def send_half(url: str, client: int, turn: int) -> None:
 def loop(url: str, client: int, turn: int) -> None:
     """A closed loop on a route that costs little: one in four without a key."""
     path = ("/health_generate", "/v1/models", "/v1/models", "/v1/models")[client % 4]
-    connection = connect(url)
-    try:
+    with closing(connect(url)) as connection:
         while True:
             connection.request("GET", path, headers={} if client % 4 == 1 else ATTACKER)
             say(SENT)
             reply = connection.getresponse()
             reply.read()
-            if reply.status == 200:
+            if reply.status == http.client.OK:
                 say(DONE)
-    finally:
-        connection.close()
 
 
 MESSAGES = [{"role": ("user", "assistant")[index % 2], "content": f"{index} {TEXT}"} for index in range(8000)]
@@ -346,22 +345,14 @@ def stand_by(url: str, kinds: tuple[str, ...], seconds: float) -> Body:
     cached: list[int] = []
     name = f"{time.monotonic():.3f}"
 
-    def ask(kind: str, number: int) -> None:
+    def send_one(kind: str, number: int) -> None:
+        path, body = ("/ping", None) if kind == "ping" else SMALL[kind](name, number)
         start_s = time.monotonic()
         try:
-            connection = connect(url)
-            if kind == "ping":
-                connection.request("GET", "/ping", headers=BYSTANDER)
-            else:
-                path, body = SMALL[kind](name, number)
-                start_s = time.monotonic()
-                connection.request("POST", path, json.dumps(body), BYSTANDER | JSON_HEAD)
-            reply = connection.getresponse()
-            content = reply.read()
+            status, _, content = ask(url, path, body, BYSTANDER)
             taken[kind].append(time.monotonic() - start_s)
-            connection.close()
-            if reply.status != 200:
-                failed[f"{kind} {reply.status}"] += 1
+            if status != http.client.OK:
+                failed[f"{kind} {status}"] += 1
             elif kind == "system prompt":
                 usage = json.loads(content)["usage"]
                 cached.append((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
@@ -372,7 +363,7 @@ def stand_by(url: str, kinds: tuple[str, ...], seconds: float) -> Body:
     start_s = time.monotonic()
     for number in range(int(seconds / EVERY_S)):
         for kind in (kinds[number % len(kinds)], "ping"):
-            threads.append(threading.Thread(target=ask, args=(kind, number)))
+            threads.append(threading.Thread(target=send_one, args=(kind, number)))
             threads[-1].start()
         time.sleep(max(0.0, start_s + (number + 1) * EVERY_S - time.monotonic()))
     for thread in threads:
@@ -425,9 +416,7 @@ def write_vision(folder: Path) -> None:
 def wait_until_ready(url: str) -> None:
     for _ in range(10 * READY_S):
         with suppress(OSError):
-            connection = connect(url)
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
+            if ask(url, "/health", None, {})[0] == http.client.OK:
                 return
         time.sleep(0.1)
     raise TimeoutError("the server is not ready")
