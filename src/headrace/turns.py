@@ -47,6 +47,7 @@ class Asked:
 
 _NOBODY = Asked()
 _ASKED = ContextVar("asked", default=_NOBODY)
+_IS_LARGE = ContextVar("is_large", default=False)
 
 
 def work_for(tenant: str, weight: float = 1.0) -> None:
@@ -57,6 +58,11 @@ def work_for(tenant: str, weight: float = 1.0) -> None:
 def note_size(num_bytes: int) -> None:
     """The body of the running task's request has so many bytes."""
     _ASKED.set(replace(_ASKED.get(), num_bytes=num_bytes))
+
+
+def is_large() -> bool:
+    """Whether the work that the calling thread does in its turn is large."""
+    return _IS_LARGE.get()
 
 
 def asking() -> Asked:
@@ -169,13 +175,11 @@ class Turns:
         work_limit_s: float | None = None,
         clock: Callable[[], float] = time.thread_time,
         leaves_one: bool = False,
-        beside_large: Callable[[], object] | None = None,
         stack_bytes: int = 0,
     ) -> None:
         """seconds_per_byte: usual cost of work. wait_limit_s: work that has not begun by then is refused. work_limit_s: of its time, after which its
         request is refused; the thread goes on. clock: measures work, within its thread. leaves_one: no tenant has all threads, for work that may
-        take much longer than it looks. beside_large: done when large work begins, so that the thread that it leaves has what it needs. stack_bytes:
-        of a thread; 0 = as usual."""
+        take much longer than it looks. stack_bytes: of a thread; 0 = as usual."""
         self.wait_limit_s = wait_limit_s
         self.work_limit_s = work_limit_s
         self._pool = ThreadPoolExecutor(num_threads, name)
@@ -184,7 +188,6 @@ class Turns:
         self._seconds_per_byte = seconds_per_byte
         self._clock = clock
         self._leaves_one = leaves_one
-        self._beside_large = beside_large
         self._stack_bytes = stack_bytes
         self._lock = threading.Lock()
         # Guarded by the lock: flows that wait, in the order of their turns; seconds that tenants have used; seconds given to each in all rounds.
@@ -279,9 +282,6 @@ class Turns:
                     return
                 # What ended may have been what others had to wait for.
                 self._begin_to_serve()
-            if self._beside_large is not None and work.flow[1]:
-                with suppress(CapacityError):
-                    self.submit(self._beside_large)
             self._do(work)
             # Or what it works on would be kept until the next work.
             del work
@@ -321,6 +321,7 @@ class Turns:
         return max(self._round_s, flow.used_s), flow.name[1]
 
     def _do(self, work: _Work) -> None:
+        _IS_LARGE.set(work.flow[1])
         start_s, result, error = self._clock(), None, None
         try:
             result = work.function()

@@ -5,6 +5,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -96,6 +97,11 @@ def make():
         pool.close()
 
 
+def until(condition) -> None:
+    while not condition():
+        time.sleep(0.001)
+
+
 def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
@@ -135,6 +141,27 @@ def test_a_child_is_made_ready_unless_there_is_one(make):
     pool.close()
     pool.make_ready()
     assert pool.pids == []
+
+
+def test_large_questions_leave_a_child_ready(make):
+    """Also when they end their children."""
+    pool = make(num_children=2)
+    pool.ask(Question("echo"))
+    (first,) = pool.pids
+    pool.ask(Question("echo"), is_large=True)
+    until(lambda: pool._ready is not None)
+    ready = pool._ready.pid
+    assert first != ready
+    for _ in range(2):
+        with pytest.raises(ChildLostError):
+            pool.ask(Question("end"), is_large=True)
+        assert pool.pids == [ready]
+        pool.ask(Question("echo"))
+        assert pool.pids == [ready]
+    with pytest.raises(ChildLostError):
+        pool.ask(Question("end"))
+    pool.ask(Question("echo"), is_large=True)
+    until(lambda: len(pool.pids) == 2)
 
 
 def test_another_child_is_started_only_when_the_first_works_for_long(make, pipe):

@@ -6,7 +6,18 @@ import threading
 import pytest
 
 from headrace.errors import CapacityError
-from headrace.turns import LEAST_BEGUN, MOST_BEGUN, OWN_PER_FREE, ROUND_S, Asked, Beginnings, Shares, Turns, work_for
+from headrace.turns import (
+    LEAST_BEGUN,
+    MOST_BEGUN,
+    OWN_PER_FREE,
+    ROUND_S,
+    Asked,
+    Beginnings,
+    Shares,
+    Turns,
+    is_large,
+    work_for,
+)
 
 LARGE = 1 << 20
 WAIT_S = 20
@@ -153,8 +164,8 @@ def submit(turns, tenant, work, num_bytes=0):
     return turns.submit(work, Asked(tenant), num_bytes)
 
 
-def three(**options):
-    return Turns(3, "three", leaves_one=True, **options)
+def three():
+    return Turns(3, "three", leaves_one=True)
 
 
 def test_one_tenant_never_has_all_threads_whatever_its_work_looks_like():
@@ -216,16 +227,9 @@ def test_what_has_waited_too_long_is_told_how_long_its_own_tenant_will_take():
     turns.close()
 
 
-def test_what_large_work_leaves_free_is_made_ready():
-    ready = threading.Event()
-    turns, gate = three(beside_large=ready.set), Gate()
-    submit(turns, "a", lambda: None).result(WAIT_S)
-    assert not ready.is_set()
-    large = submit(turns, "a", gate, LARGE)
-    assert ready.wait(WAIT_S)
-    gate.opened.set()
-    large.result(WAIT_S)
-    turns.close()
+def test_work_can_tell_whether_it_is_large(one):
+    assert [submit(one, "a", is_large, size).result(WAIT_S) for size in (0, LARGE, 0)] == [False, True, False]
+    assert not is_large()
 
 
 async def test_an_error_is_its_own_requests(one):

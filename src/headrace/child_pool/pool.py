@@ -205,15 +205,17 @@ class ChildPool(Generic[A]):
         # The child that was used last is used first; None is one that is yet to be started.
         self._num_children = num_children
         self._free: list[ChildProcess[A] | None] = [None] * num_children
+        # A living one, for questions that are not large.
+        self._ready: ChildProcess[A] | None = None
         self._returned = threading.Condition(self._lock)
 
-    def ask(self, question: msgspec.Struct) -> A:
-        """Waits for a free child, and for its answer.
+    def ask(self, question: msgspec.Struct, is_large: bool = False) -> A:
+        """Waits for a free child, and for its answer. is_large: that may take long, so one of several children is kept ready for others meanwhile.
 
         Raises ChildLateError or ChildLostError if the question is at fault, CapacityError if ATTEMPTS children were killed or got no turn, which
         is no property of the question, and ExecutionError if there is no child to ask.
         """
-        child = self._take()
+        child = self._take(is_large)
         try:
             for _ in range(ATTEMPTS):
                 try:
@@ -240,14 +242,15 @@ class ChildPool(Generic[A]):
         )
 
     def make_ready(self) -> None:
-        """Start a child for the next question, unless there is one. Does not wait for those that are asked."""
+        """Have a child that large questions do not get: start one, unless one is free. Does not wait for those that are asked."""
         with self._lock:
-            if not self._free:
+            if not self._free or self._ready is not None:
                 return
             child = self._free.pop()
         try:
             with suppress(ExecutionError, _ChildKilledError):  # the next question meets it, too
                 child = self._fresh(child)
+                self._ready = child
         finally:
             self._give_back(child)
 
@@ -264,13 +267,25 @@ class ChildPool(Generic[A]):
         with self._lock:
             return [child.pid for child in self._living]
 
-    def _take(self) -> ChildProcess[A] | None:
+    def _take(self, is_large: bool) -> ChildProcess[A] | None:
         """A free child; or None, one to be started, at once if nobody is asked, else when none has become free for `start_after_s`."""
         with self._returned:
             free, all_ = self._free, self._num_children
-            self._returned.wait_for(lambda: free and (free[-1] or len(free) == all_), self._start_after_s)
-            self._returned.wait_for(lambda: free)
-            return free.pop()
+
+            def best() -> int:
+                """The one to take, -1 = none: that which is kept ready, for small questions alone, or the one that was used last."""
+                if not is_large and self._ready is not None and self._ready in free:
+                    return free.index(self._ready)
+                return max(
+                    (at for at, child in enumerate(free) if child is None or child is not self._ready), default=-1
+                )
+
+            self._returned.wait_for(lambda: best() >= 0 and (free[best()] or len(free) == all_), self._start_after_s)
+            self._returned.wait_for(lambda: best() >= 0)
+            child = free.pop(best())
+            if is_large and free and self._ready is None:
+                threading.Thread(target=self.make_ready, name="ready", daemon=True).start()
+            return child
 
     def _give_back(self, child: ChildProcess[A] | None) -> None:
         with self._returned:
@@ -319,6 +334,8 @@ class ChildPool(Generic[A]):
         code = child.end()
         with self._lock:
             self._living.discard(child)
+            if self._ready is child:
+                self._ready = None
         return code
 
 

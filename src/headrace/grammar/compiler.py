@@ -10,7 +10,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -25,7 +24,7 @@ from headrace.grammar.source import explain
 from headrace.grammar.vocabulary import Tokenize, Vocabulary
 from headrace.log import get_logger
 from headrace.messages.grammar import CompiledGrammar, GrammarKind, GrammarSpec, GrammarStats
-from headrace.turns import Asked, Turns
+from headrace.turns import Asked, Turns, is_large
 
 logger = get_logger(__name__)
 
@@ -99,7 +98,7 @@ class CompilePool(ChildPool[Verdict]):
     def try_spec(self, spec: GrammarSpec) -> Verdict:
         """Whether a grammar can be served. Waits for a free child. Raises ExecutionError or CapacityError if it could not be tried."""
         try:
-            return self.ask(spec)
+            return self.ask(spec, is_large())
         except ChildLateError:
             message = f"the grammar takes longer than {self._limit_s:g} s to compile"
         except ChildLostError:
@@ -179,7 +178,6 @@ class GrammarCompiler:
             wait_limit_s=WAIT_LIMIT_S,
             clock=worked_s,
             leaves_one=True,
-            beside_large=self._make_ready,
             stack_bytes=2 * STACK_BYTES,
         )
         self._limit_s = limit_s
@@ -254,11 +252,6 @@ class GrammarCompiler:
         with self._tools_lock:
             if isinstance(self._tools, _Tools):
                 self._tools.pool.close()
-
-    def _make_ready(self) -> None:
-        """Have a child for who comes while large grammars are compiled."""
-        with suppress(HeadraceError):
-            self._get_tools().pool.make_ready()
 
     def _give_up(self, key: Key, tenant: str) -> None:
         """A request does not want its grammar any more: unless others do, or it is being compiled, it is forgotten."""

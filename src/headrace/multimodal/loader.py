@@ -64,7 +64,7 @@ from headrace.multimodal.media_messages import (
 from headrace.multimodal.prepared_cache import Flights, PreparedCache, RecentRefusals
 from headrace.multimodal.resolutions import bounded
 from headrace.multimodal.sources import FileLimit, file_bytes, form_of, inline_bytes
-from headrace.turns import Turns
+from headrace.turns import Turns, is_large
 
 PROGRAM = (sys.executable, "-m", "headrace.multimodal.media_child")
 
@@ -95,7 +95,7 @@ class MediaPool(ChildPool[Verdict]):
         tried."""
         decoding = f"decoding the {job.kind.one} takes"
         try:
-            verdict = self.ask(job)
+            verdict = self.ask(job, is_large())
         except ChildLateError:
             raise MediaRefusedError(f"{decoding} longer than {self._limit_s:g} s", "time") from None
         except ChildLostError:
@@ -134,10 +134,10 @@ class MediaLoader:
         self._has_low = settings.images is not None and settings.images.recipe != "fixed"
         # One child more than one tenant, or large files of all, may have.
         self._pool = MediaPool(settings, args.num_processes + 1)
-        self._turns = _turns_of(self._pool, args.num_processes + 1, "media")
+        self._turns = _turns_of(args.num_processes + 1, "media")
         # A video takes as long as many images, which do not wait for it.
         self._video_pool = MediaPool(settings, 2)
-        self._video_turns = _turns_of(self._video_pool, 2, "media-videos")
+        self._video_turns = _turns_of(2, "media-videos")
         self._threads = Turns(_THREADS, "media-bytes", seconds_per_byte=1e-8)
         # A file system that does not answer holds these only.
         self._file_threads = ThreadPoolExecutor(_FILES, "media-files")
@@ -374,15 +374,14 @@ def _check_features(audio: AudioConfig, settings: AudioSettings) -> None:
         )
 
 
-def _turns_of(pool: MediaPool, num_children: int, name: str) -> Turns:
-    """In which tenants ask the children."""
+def _turns_of(num_children: int, name: str) -> Turns:
+    """In which tenants ask so many children."""
     return Turns(
         num_children,
         name,
         seconds_per_byte=_SECONDS_PER_PIXEL,
         clock=worked_s,
         leaves_one=True,
-        beside_large=pool.make_ready,
     )
 
 
