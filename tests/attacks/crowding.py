@@ -77,9 +77,15 @@ def generate(text: str, stream: bool = False, more: Body | None = None, **sampli
     return {"text": text, "stream": stream, "sampling_params": {"max_new_tokens": 2, **sampling}} | (more or {})
 
 
-def schema(name: str, size: int) -> str:
-    """Of about `size` bytes, and no other has it."""
-    return json.dumps({"enum": [f"{name} is a name of {index}" for index in range(max(1, size // 30))]})
+def schema(name: str) -> str:
+    return json.dumps({"enum": [f"{name} is a name", f"{name} is another"]})
+
+
+def costly_schema(name: str) -> str:
+    """Of 610 kB: some seconds of a child's time."""
+    names = [f"{name} property {index}" for index in range(10_000)]
+    properties = {each: {"type": "string", "maxLength": 7 + index % 50} for index, each in enumerate(names)}
+    return json.dumps({"type": "object", "properties": properties, "required": names[::7]})
 
 
 def png(pixels: int, name: str) -> str:
@@ -99,7 +105,7 @@ _FILES: dict[int, bytes] = {}
 
 SMALL: dict[str, Callable[[str, int], tuple[str, Body]]] = {
     "chat": lambda name, number: (CHAT, chat(number)),
-    "schema": lambda name, number: ("/generate", generate("Hi", json_schema=schema(f"{name}{number}", 60))),
+    "schema": lambda name, number: ("/generate", generate("Hi", json_schema=schema(f"{name}{number}"))),
     "tokenize": lambda name, number: ("/tokenize", {"model": "default", "prompt": f"Hi {name} {number}"}),
     "system prompt": lambda name, number: (
         CHAT,
@@ -214,7 +220,7 @@ def read_slowly(url: str, client: int, turn: int) -> None:
 
 
 def leave(url: str, client: int, turn: int) -> None:
-    body = generate("Hi", json_schema=schema(f"{client} {turn} {os.getpid()}", 610_000))
+    body = generate("Hi", json_schema=costly_schema(f"{client} {turn} {os.getpid()}"))
     with send(url, "/generate", body, TIMEOUT_S):
         time.sleep(1)
 
@@ -269,7 +275,7 @@ ATTACKS: dict[str, Attack] = {
     "tool messages": Attack("text", posting(CHAT, lambda client, turn: chat(0, messages=TOOLS))),
     "schemas": Attack(
         "text",
-        posting("/generate", lambda client, turn: generate("Hi", json_schema=schema(f"{client} {turn}", 610_000))),
+        posting("/generate", lambda client, turn: generate("Hi", json_schema=costly_schema(f"{client} {turn}"))),
     ),
     "schemas that leave": Attack("text", leave, at_once=14, is_lawful=False),
     "cheap routes": Attack("text", loop, at_once=400),
