@@ -385,32 +385,40 @@ class Beginnings:
     being answered, would take as long as all of them. Used in one event loop, without which nothing is late.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, loop_clock: Callable[[], float] | None = None
+    ) -> None:
+        """loop_clock: as the loop knows the time, which stands still within a round of uvloop's; None = the running loop's."""
         self._clock = clock
+        self._loop_clock = loop_clock
         self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}
         self._each_s = 0.0
         self._most = MOST_BEGUN
         self._num_begun = 0
-        self._round_s: float | None = None  # when it began; None = nothing has begun since the last
+        self._since_s = self._loop_s = 0.0  # what has begun is counted
+        self._has_rounds = False
 
     def add(self, begin: Callable[[], None], flow: Callable[[], Hashable]) -> None:
         """Call `begin()`: at once if there is room. flow: what takes turns with others of its kind, asked only if there is none."""
-        if self._waiting or self._num_begun >= self._most:
-            self._waiting.setdefault(flow(), deque()).append(begin)
-        else:
-            self._num_begun += 1
-            begin()
-        if self._round_s is None:
-            self._round_s = self._clock()
+        if not self._waiting:
+            loop_s = (self._loop_clock or asyncio.get_running_loop().time)()
+            if loop_s - self._loop_s > ROUND_S and not self._has_rounds:
+                self._loop_s, self._num_begun = loop_s, 0
+            if self._num_begun < self._most:
+                self._num_begun += 1
+                begin()
+                return
+        self._waiting.setdefault(flow(), deque()).append(begin)
+        if not self._has_rounds:
+            self._has_rounds, self._num_begun, self._since_s = True, 0, self._clock()
             asyncio.get_running_loop().call_soon(self._next_round)
 
     def _next_round(self) -> None:
         now_s = self._clock()
-        assert self._round_s is not None, "a round has begun"
         if self._num_begun:
-            self._each_s += ((now_s - self._round_s) / self._num_begun - self._each_s) / 8
+            self._each_s += ((now_s - self._since_s) / self._num_begun - self._each_s) / 8
             self._most = max(LEAST_BEGUN, min(MOST_BEGUN, int(ROUND_S / max(self._each_s, 1e-9))))
-        self._num_begun = 0
+        self._since_s, self._num_begun = now_s, 0
         while self._waiting and self._num_begun < self._most:
             flow = next(iter(self._waiting))
             own = self._waiting.pop(flow)
@@ -418,8 +426,8 @@ class Beginnings:
             own.popleft()()
             if own:
                 self._waiting[flow] = own
-        self._round_s = now_s if self._num_begun else None
-        if self._num_begun:
+        self._has_rounds = self._num_begun > 0
+        if self._has_rounds:
             asyncio.get_running_loop().call_soon(self._next_round)
 
 

@@ -282,7 +282,7 @@ def test_what_is_never_refused_takes_no_room():
 
 
 async def test_alone_a_request_begins_at_once_and_hundreds_in_their_order():
-    beginnings, begun = Beginnings(lambda: 0.0), []
+    beginnings, begun = Beginnings(lambda: 0.0, lambda: 0.0), []
     for number in range(300):
         beginnings.add(lambda number=number: begun.append(number), lambda: "a")
     assert begun == [*range(MOST_BEGUN)]
@@ -298,7 +298,7 @@ async def test_alone_a_request_begins_at_once_and_hundreds_in_their_order():
 
 
 async def test_a_request_of_another_does_not_wait_for_the_hundreds_of_one():
-    beginnings, begun = Beginnings(lambda: 0.0), []
+    beginnings, begun = Beginnings(lambda: 0.0, lambda: 0.0), []
     for _ in range(300):
         beginnings.add(lambda: begun.append("a"), lambda: "a")
     beginnings.add(lambda: begun.append("b"), lambda: "b")
@@ -309,7 +309,7 @@ async def test_a_request_of_another_does_not_wait_for_the_hundreds_of_one():
 async def test_the_longer_requests_take_the_fewer_begin_in_a_round():
     """As many as take `ROUND_S` together; the next rounds are judged by those before."""
     clock = Clock()
-    beginnings = Beginnings(clock)
+    beginnings = Beginnings(clock, lambda: 0.0)
 
     async def counts(each_s, num_rounds):
         begun = []
@@ -334,3 +334,12 @@ async def test_the_longer_requests_take_the_fewer_begin_in_a_round():
     assert some == sorted(some, reverse=True)
     assert some[-1] == 4
     assert (await counts(1.0, 20))[-1] == LEAST_BEGUN
+
+
+async def test_without_requests_there_are_no_rounds():
+    beginnings, rounds = Beginnings(lambda: rounds.append(1) or 0.0, lambda: 0.0), []
+    for _ in range(2 * MOST_BEGUN):
+        beginnings.add(lambda: None, lambda: "a")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(rounds) <= 4

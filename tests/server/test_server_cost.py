@@ -234,33 +234,24 @@ async def test_a_large_body_is_joined_beside_the_loop():
     bodies.close()
 
 
-def test_memory_of_large_bodies_goes_back_to_the_system_when_none_is_left(monkeypatch: pytest.MonkeyPatch):
+async def test_memory_of_large_bodies_and_long_replies_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch):
     given_back = threading.Semaphore(0)
     monkeypatch.setattr(body_module, "give_back_free_memory", given_back.release)
-    monkeypatch.setattr(body_module, "TRIM_BYTES", 1000)
+    monkeypatch.setattr(body_module, "TRIM_EVERY_S", 0.0)
     bodies = Bodies(1000)
-
-    def give_back(num_written: int = 0) -> None:
-        bodies.give_back("a", 600)
-        bodies.note_end(num_written)
-
-    bodies.take("a", 600)
-    bodies.take("a", 600)
-    give_back()
+    bodies.note_end(body_module.TRIM_BYTES - 1)
+    await asyncio.sleep(0)
     assert not given_back.acquire(blocking=False)
-    give_back()
-    assert given_back.acquire(timeout=60)
+    bodies.note_end(1)
+    bodies.note_end(1)
+    assert await asyncio.to_thread(given_back.acquire, timeout=60)
+    bodies.note_end(body_module.TRIM_BYTES)
+    assert await asyncio.to_thread(given_back.acquire, timeout=60)
 
-    bodies.take("a", 600)
-    give_back(500)
-    assert given_back.acquire(timeout=60), "long replies count, too"
-
-    bodies.take("a", 600)
-    give_back()
-    bodies.take("a", 600)
+    bodies.note_end(body_module.TRIM_BYTES)
     bodies.close()
-    give_back()
-    assert not given_back.acquire(blocking=False)
+    await asyncio.sleep(0)
+    assert not given_back.acquire(blocking=False), "once for both, and not after the end"
 
 
 def test_the_event_loop_gets_pythons_lock_soon_while_the_server_runs(server: Running):

@@ -5,6 +5,7 @@ counted first, piece by piece, in the same thread that then decodes it (small bo
 millions of numbers, are read row by row. Owns these limits and the limit on bytes of bodies in memory. Does not know what a body means.
 """
 
+import asyncio
 import base64
 import re
 from collections.abc import Callable, Iterator
@@ -37,8 +38,9 @@ BODIES_AT_ONCE = 10
 SMALL_BODY_BYTES = 64 << 10
 """So much of each body is never refused, nor counted for the share: clients with many small bodies take no room from others."""
 
-TRIM_BYTES = 32 << 20
-"""After this many bytes of bodies and long replies, once no body is in memory, return free memory to the system (malloc would keep it)."""
+TRIM_BYTES = 1 << 20
+TRIM_EVERY_S = 2.0
+"""So long after this many bytes of large bodies and long replies, return free memory to the system (malloc would keep it)."""
 
 _PIECE_BYTES = 64 << 10
 _DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
@@ -202,8 +204,8 @@ class Bodies:
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
         self.num_bytes = 0
-        self._num_arrived = 0
-        self._closed = False
+        self._num_freed = 0
+        self._trimming: asyncio.TimerHandle | None = None
         self._shares = Shares(BODIES_AT_ONCE * max_body_bytes, SMALL_BODY_BYTES)
         # One thread: two that decode would block the event loop for twice as long.
         self._thread = Turns(1, "headrace-body", seconds_per_byte=1e-8)
@@ -213,19 +215,21 @@ class Bodies:
         if not self._shares.take(tenant, num_bytes, of_body):
             raise CapacityError("too many large requests are arriving at once: try again later", retry_after_s=1.0)
         self.num_bytes += num_bytes
-        self._num_arrived += num_bytes
 
     def give_back(self, tenant: str, num_bytes: int) -> None:
         """A body of which `num_bytes` were there is gone, and what was made of it is somebody else's."""
         self._shares.give_back(tenant, num_bytes)
         self.num_bytes -= num_bytes
 
-    def note_end(self, num_bytes: int = 0) -> None:
-        """A request has been answered, with a reply that took so many bytes if it was long: perhaps much memory is free now."""
-        self._num_arrived += num_bytes
-        if self.num_bytes == 0 and self._num_arrived >= TRIM_BYTES and not self._closed:
-            self._num_arrived = 0
-            self._thread.submit(give_back_free_memory)
+    def note_end(self, num_bytes: int) -> None:
+        """A request has been answered of which so many bytes were a large body or a long reply: perhaps much memory is free now."""
+        self._num_freed += num_bytes
+        if self._num_freed >= TRIM_BYTES and self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(TRIM_EVERY_S, self._trim)
+
+    def _trim(self) -> None:
+        self._trimming, self._num_freed = None, 0
+        self._thread.submit(give_back_free_memory)
 
     async def join(self, parts: list[bytes]) -> bytes:
         """The parts joined into one, in the thread, since tens of megabytes take milliseconds. Empties `parts`."""
@@ -259,7 +263,8 @@ class Bodies:
 
     def close(self) -> None:
         """Stop the thread. Idempotent."""
-        self._closed = True
+        if self._trimming is not None:
+            self._trimming.cancel()
         self._thread.close()
 
 

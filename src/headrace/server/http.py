@@ -31,7 +31,7 @@ from headrace.frontend.tenants import Caller, Tenant
 from headrace.log import get_logger
 from headrace.messages.bodies import field_error
 from headrace.messages.operations import Nothing
-from headrace.server.body import Prepare, decode_json
+from headrace.server.body import SMALL_BODY_BYTES, Prepare, decode_json
 from headrace.server.context import INLINE_REPLY_BYTES, ServingContext
 from headrace.server.error_forms import ApiError, form_of
 from headrace.turns import asking, note_size
@@ -126,7 +126,7 @@ class Exchange:
     max_body_bytes: int = field(init=False)
     tenant: str = field(init=False)
     _num_held: int = 0
-    _num_written: int = 0
+    _num_large: int = 0
 
     def __post_init__(self) -> None:
         self.tenant = asking().tenant
@@ -235,6 +235,7 @@ class Exchange:
             parts.append(part)
             if not message.get("more_body", False):
                 note_size(size)
+                self._num_large += size if size > SMALL_BODY_BYTES else 0
                 return await self.context.bodies.join(parts)
 
     def forget_body(self) -> None:
@@ -245,7 +246,7 @@ class Exchange:
     def end(self) -> None:
         """The request has been answered, or its client has gone."""
         self.forget_body()
-        self.context.bodies.note_end(self._num_written)
+        self.context.bodies.note_end(self._num_large)
 
     def write(self, part: bytes) -> Awaitable[None]:
         """Send a part of the body of a reply that has begun. Middleware looks only at how a reply begins, so none is passed."""
@@ -320,7 +321,7 @@ class Exchange:
             yield
         finally:
             replies.give_back(self.tenant, num_bytes)
-            self._num_written += num_bytes
+            self._num_large += num_bytes
 
     async def all_of(self, updates: AsyncGenerator[T, None]) -> list[T]:
         """What the generator yields until it ends or the client leaves, with nothing left to read. Raises ClientGone."""
