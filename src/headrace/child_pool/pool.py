@@ -34,6 +34,8 @@ ATTEMPTS = 2
 """Children that are asked before a question waits for better times: one that is killed or gets no turn says nothing about the question."""
 
 RETRY_AFTER_S = 5.0
+WAIT_LIMIT_S = 180.0
+"""How long a question may wait for its turn: one that takes all its limit leaves those of its tenant waiting for long."""
 
 _CRASHES = frozenset({
     signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS, signal.SIGXCPU,

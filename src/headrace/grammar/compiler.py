@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from headrace.child_pool.child_side import MIB
-from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool, worked_s
+from headrace.child_pool.pool import WAIT_LIMIT_S, ChildLateError, ChildLostError, ChildPool, worked_s
 from headrace.errors import CapacityError, ConfigError, ExecutionError, HeadraceError, RequestError
 from headrace.garbage import give_back_free_memory
 from headrace.grammar.compile_child import STACK_BYTES, VERDICTS, Refused, Setup, Verdict
@@ -31,7 +31,6 @@ logger = get_logger(__name__)
 NUM_CHILDREN = 3
 """Two of one tenant work at the same time."""
 
-WAIT_LIMIT_S = 60.0
 SECONDS_PER_CHARACTER = 1e-5
 
 SHARED_CHARACTERS = 64

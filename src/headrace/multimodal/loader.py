@@ -31,7 +31,7 @@ from headrace.checkpoint.preprocessor_config import (
 )
 from headrace.checkpoint.projector import MediaFiles
 from headrace.child_pool.child_side import MIB
-from headrace.child_pool.pool import ChildLateError, ChildLostError, ChildPool, worked_s
+from headrace.child_pool.pool import WAIT_LIMIT_S, ChildLateError, ChildLostError, ChildPool, worked_s
 from headrace.config.web import MediaArgs
 from headrace.errors import ExecutionError, ModelError, RequestError
 from headrace.media_kinds import AudioRef, FileRef, ImageRef, MediaKind, MediaRef, VideoRef
@@ -380,6 +380,7 @@ def _turns_of(num_children: int, name: str) -> Turns:
         num_children,
         name,
         seconds_per_byte=_SECONDS_PER_PIXEL,
+        wait_limit_s=WAIT_LIMIT_S,
         clock=worked_s,
         leaves_one=True,
     )
