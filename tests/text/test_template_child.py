@@ -113,6 +113,13 @@ def test_a_child_refuses_in_the_words_of_this_process(source, children):
     assert outcome(apart, user("x")) == refusal
 
 
+def test_the_words_of_a_refusal_are_no_way_around_the_limits(children):
+    chat = ChatTemplate("{{ raise_exception('x' * 1000000) }}", SMOLLM2.special_texts, children=children)
+    with pytest.raises(RequestError, match="refuses") as refused:
+        chat.render(user("x"))
+    assert len(refused.value.message) < 11_000
+
+
 def test_only_a_template_that_nobody_has_read_has_a_child():
     children = TemplateChildren()
     source = SMOLLM2.chat_template["default"]

@@ -171,6 +171,7 @@ def mark_leaves(value: Any, marks: Marks) -> Any:
 
 MAX_RENDER_SECONDS: Final = 5.0
 MAX_RENDERED_CHARS: Final = 16_000_000
+MAX_REFUSAL_CHARS: Final = 10_000
 _MAX_REPEAT: Final = 1_000_000  # of one string or list multiplication, and of a width in a format
 
 # What a template can raise on messages it was not written for.
@@ -347,7 +348,7 @@ def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
 
 
 def _raise_exception(message: str) -> None:
-    raise Refused(str(message))
+    raise Refused(str(message)[:MAX_REFUSAL_CHARS])
 
 
 def _check_product(left: Any, right: Any) -> None:
