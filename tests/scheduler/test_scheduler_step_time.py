@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from headrace.messages.step import ModelWorkerBatch
 from headrace.scheduler.step_cost import (
+    LEAST_FIXED,
     LEAST_SHARE,
     LEAST_TOKENS,
     LONGEST_MIXED,
+    SHARED_STEP_S,
     TOKENS_PER_ROW,
     PromptBudget,
     StepCost,
@@ -230,6 +232,25 @@ def test_what_is_in_flight_ends_within_a_second_though_no_stream_waits(costs, st
         worst = max(worst, sum(planned) + took[-1][1])
 
     assert worst < 1.0 or max(tokens for tokens, _ in took) <= LEAST_TOKENS
+
+
+@pytest.mark.parametrize("costs", [TYPICAL, (1e-3, 1e-6, 1e-3, 0.01), (4e-3, 1e-6, 1e-3, 0.1)])
+def test_where_several_tenants_are_what_is_in_flight_is_shorter_but_hardly_slower(costs):
+    """Any of them may send something small next."""
+
+    def steps(*tenants):
+        rig = rig_of(LIMIT_S, chunk=2048)
+        took = mixed_steps(rig, costs, every=True)
+        for number in range(60):
+            prompt = np.random.default_rng(number).integers(0, 2, 100).tolist()
+            rig.add(f"r{number}", prompt, 1, tenant=tenants[number % len(tenants)])
+        rig.drain()
+        return took[5:-1]
+
+    alone, shared = steps("a"), steps("a", "b")
+    fixed_s = costs[-1]
+    assert max(seconds for _, seconds in shared) < 1.2 * max(SHARED_STEP_S, LEAST_FIXED * fixed_s)
+    assert sum(seconds for _, seconds in shared) < 1.25 * sum(seconds for _, seconds in alone) + 0.3
 
 
 class Timeline:

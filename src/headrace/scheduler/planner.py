@@ -174,8 +174,9 @@ def _prompt_budget(state: SchedulerState, batch: ScheduleBatch) -> PromptBudget 
         longest_s = LONGEST_MIXED * config.max_step_s if config.max_step_s == config.default_step_s else 0.0
         return PromptBudget.beside(batch.work(), tokens, state.cost, config.max_step_s, longest_s)
     # There are as many steps in flight as stages, and they end one after the other.
-    usual_s = ALONE_STEP_S / config.num_stages
-    left_s = ALONE_STEP_S - sum(other.expected_s for other in state.in_flight)
+    longest_s = state.cost.shared_step_s if state.shares.are_several else ALONE_STEP_S
+    usual_s = longest_s / config.num_stages
+    left_s = longest_s - sum(other.expected_s for other in state.in_flight)
     if state.in_flight and left_s < usual_s / 2:
         return None
     return PromptBudget.alone(tokens, state.cost, min(usual_s, left_s), config.max_step_s)

@@ -54,6 +54,12 @@ class StepCost:
         """Expected time of a step; 0.0 while nothing is known."""
         return sum(c * x for c, x in zip(self._cost, _features(work), strict=True))
 
+    @property
+    def shared_step_s(self) -> float:
+        """How long what is in flight may take if no stream waits for it, but several tenants are present."""
+        fixed_s = self.seconds(StepWork(0, 0.0, 0))
+        return min(ALONE_STEP_S, max(SHARED_STEP_S, LEAST_FIXED * fixed_s))
+
     def prompt_seconds(self, start: int, count: int, sampled: int = 0) -> float:
         """Part of that for `count` tokens of a prompt from position `start` on, the last of which is sampled from if `sampled` is 1."""
         return count * (self._cost[0] + self._cost[1] * (start + 0.5 * count)) + sampled * self._cost[2]
@@ -143,6 +149,12 @@ SHORTER_SHARE_OF_OTHERS = 0.5
 ALONE_STEP_S = 0.8
 """How long what is in flight may take if no stream waits for it, but requests that are about to arrive: with a step of their own, and what is
 predicted wrongly, their first token comes within 1.2 s."""
+
+
+SHARED_STEP_S = 0.2
+LEAST_FIXED = 10
+"""The same where several tenants are present, any of whom may send something small next: but so many times as long as a step of no tokens takes, so
+that most of the time is left for tokens."""
 
 
 class PromptBudget:
