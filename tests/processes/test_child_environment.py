@@ -11,6 +11,7 @@ from headrace.config.machine import SECRET_VARIABLE
 from headrace.config.server_args import ServerArgs
 from headrace.messages.channel import Ports
 from headrace.processes.child import ChildProcess, environment
+from headrace.processes.early import ENGINE_DEFAULTS
 
 SECRETS = (
     "HEADRACE_API_KEY", "HEADRACE_ADMIN_API_KEY", "HF_TOKEN", "HF_HUB_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY",
@@ -34,7 +35,7 @@ def test_a_child_gets_what_libraries_read_and_no_secret():
 
 def test_what_is_named_by_the_operator_is_passed_on():
     own = {"BIAS_TABLE": "x", "BIAS_KEY": "y", "OTHER": "z"}
-    assert environment(own, "scheduler", ServerArgs(child_env="BIAS_TABLE, BIAS_KEY, ABSENT"), 0) == {
+    assert environment(own, "detokenizer", ServerArgs(child_env="BIAS_TABLE, BIAS_KEY, ABSENT"), 0) == {
         "BIAS_TABLE": "x",
         "BIAS_KEY": "y",
     }
@@ -59,7 +60,7 @@ def test_the_secret_of_servers_is_passed_on_to_who_needs_it(kind, options, is_pa
 )
 def test_each_replica_sees_one_gpu(own: dict[str, str], replica: int, seen: str):
     given = environment({**own, "HOME": "/h"}, "scheduler", ServerArgs(dp_size=2), replica)
-    assert given == {"HOME": "/h", "CUDA_VISIBLE_DEVICES": seen}
+    assert given == {"HOME": "/h", "CUDA_VISIBLE_DEVICES": seen} | ENGINE_DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -73,16 +74,16 @@ def test_each_replica_sees_one_gpu(own: dict[str, str], replica: int, seen: str)
 )
 def test_each_replica_sees_a_gpu_for_each_of_its_ranks(own: dict[str, str], replica: int, seen: str):
     given = environment(own, "scheduler", ServerArgs(dp_size=2, tp_size=2), replica)
-    assert given == {"CUDA_VISIBLE_DEVICES": seen}
+    assert given == {"CUDA_VISIBLE_DEVICES": seen} | ENGINE_DEFAULTS
     # A rank has the GPU of its number of those that its scheduler sees.
     assert environment(given, "follower", ServerArgs(dp_size=2, tp_size=2), replica) == given
 
 
 def test_one_replica_and_the_detokenizer_see_what_we_see():
     own = {"CUDA_VISIBLE_DEVICES": "4,6", "OMP_NUM_THREADS": "2"}
-    assert environment(own, "scheduler", ServerArgs(), 0) == own
+    assert environment(own, "scheduler", ServerArgs(), 0) == own | ENGINE_DEFAULTS
     assert environment(own, "detokenizer", ServerArgs(dp_size=2), 0) == own
-    assert environment(own, "scheduler", ServerArgs(dp_size=2, device="cpu"), 1) == own
+    assert environment(own, "scheduler", ServerArgs(dp_size=2, device="cpu"), 1) == own | ENGINE_DEFAULTS
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

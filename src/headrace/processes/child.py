@@ -22,7 +22,7 @@ from headrace.messages.channel import Ports
 from headrace.messages.control import ReadyInfo
 from headrace.messages.front import HttpWorkerStart
 from headrace.processes import early
-from headrace.processes.early import PROGRAM, child_environment
+from headrace.processes.early import ENGINE_DEFAULTS, PROGRAM, child_environment
 from headrace.processes.handshake import (
     Bootstrap,
     Failed,
@@ -184,6 +184,8 @@ def stop_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
 def environment(own: Mapping[str, str], kind: Kind, args: ServerArgs, index: int) -> dict[str, str]:
     """Ours without what may be secret. A replica sees as many GPUs as it has ranks: its own of those that we may use."""
     given = child_environment(own, args.child_env)
+    if kind in ("scheduler", "follower"):
+        given = ENGINE_DEFAULTS | given
     needs_secret = args.num_nodes > 1 or args.disaggregation_mode != "null"
     if kind in ("scheduler", "follower") and needs_secret and SECRET_VARIABLE in own:
         given[SECRET_VARIABLE] = own[SECRET_VARIABLE]

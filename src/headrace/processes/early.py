@@ -43,7 +43,7 @@ _waiting: list[Started] = []
 def begin() -> Started:
     """Start the scheduler. Followed by `end`, whatever happens."""
     own = {name: value for name, value in os.environ.items() if name != LIFELINE}
-    _waiting.append(started([*PROGRAM, "scheduler", IS_EARLY], child_environment(own)))
+    _waiting.append(started([*PROGRAM, "scheduler", IS_EARLY], ENGINE_DEFAULTS | child_environment(own)))
     return _waiting[0]
 
 
@@ -101,6 +101,11 @@ SECRET_WORDS = frozenset({
     "AUTH", "COOKIE",
 })  # fmt: skip
 """A variable with one of these words in its name is passed on by no rule, but HEADRACE_DIST_SECRET to ranks, which need it."""
+
+
+ENGINE_DEFAULTS = {"MALLOC_ARENA_MAX": "1"}
+"""For processes with a model. Threads come and go there with updates, adapters and grammars, and malloc makes a pool of memory (an arena) for each,
+up to 8 a core, of which `malloc_trim` leaves the ends: they add up to the size of a small model. mallopt(3) is too late, after the first thread."""
 
 
 def child_environment(own: Mapping[str, str], more: str = "") -> dict[str, str]:
