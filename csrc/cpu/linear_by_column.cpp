@@ -21,6 +21,11 @@ constexpr int64_t kLongRows = 13, kLongBytes = 1024;  // from so many rows on, o
 constexpr int64_t kFloatDepth = 2048;  // elements of K whose weights stay in the second-level cache while all rows use them
 constexpr int64_t kStepBytes = kPackedColumns * 4;  // a step: four bytes of a row, and of each column of a block
 
+template <QuantScheme kScheme>
+HEADRACE_INLINE const char* rows_of(const QuantizedLinearArgs& a) {
+  return static_cast<const char*>(kScheme == QuantScheme::kInt8Fast ? static_cast<const void*>(wide_rows(a.x)) : a.x.values);
+}
+
 // Where unit c of a tile prefetches while it computes: its own codes + offset + step for each step of the loop.
 struct Ahead {
   int64_t offset, step;
@@ -32,15 +37,18 @@ struct Codes;
 template <>
 struct Codes<QuantScheme::kInt8Fast> {
   using Sum = vi;
-  Bytes weights;
-  HEADRACE_INLINE Codes load(const uint8_t* p) { return {load_weights(p)}; }
-  HEADRACE_INLINE vi start(int32_t start) { return start_of_bytes(start); }
-  HEADRACE_INLINE vi splat(const char* x) { return splat_bytes(x); }
-  HEADRACE_INLINE void multiply(vi& sum, const Codes& w, vi x) { dot(sum, w.weights, x); }
+  static constexpr int64_t kElementBytes = sizeof(WideElement);
+  Wide weights;
+  HEADRACE_INLINE Codes load(const uint8_t* p) { return {load_wide(p)}; }
+  HEADRACE_INLINE vi start(int32_t start) { return start_of_wide(start); }
+  HEADRACE_INLINE auto splat(const char* x) { return splat_wide(reinterpret_cast<const WideElement*>(x)); }
+  template <class Values>
+  HEADRACE_INLINE void multiply(vi& sum, const Codes& w, const Values& x) { dot_wide(sum, w.weights, x); }
 };
 template <>
 struct Codes<QuantScheme::kInt16> {
   using Sum = vi;
+  static constexpr int64_t kElementBytes = 2;
   vi weights;
   HEADRACE_INLINE Codes load(const uint8_t* p) { return {load_words(reinterpret_cast<const int16_t*>(p))}; }
   HEADRACE_INLINE vi start(int32_t) { return splat_int(0); }
@@ -50,6 +58,7 @@ struct Codes<QuantScheme::kInt16> {
 template <>
 struct Codes<QuantScheme::kBf16> {
   using Sum = vf;
+  static constexpr int64_t kElementBytes = 2;
   Pairs weights;
   HEADRACE_INLINE Codes load(const uint8_t* p) { return {load_pairs(reinterpret_cast<const bf16*>(p))}; }
   HEADRACE_INLINE Pairs splat(const char* x) { return splat_pair(reinterpret_cast<const bf16*>(x)); }
@@ -70,9 +79,10 @@ __attribute__((noinline)) void tile(const QuantizedLinearArgs& a, const Place& p
   using Step = Codes<kScheme>;
   constexpr bool kFloats = row_format(kScheme).floats;
   constexpr int64_t kValueBytes = row_format(kScheme).value_bytes;
-  const int64_t first = place.group * place.depth, row_bytes = a.k_padded * kValueBytes;
+  constexpr int64_t kElementBytes = Step::kElementBytes, kStepOfRow = 4 / kValueBytes * kElementBytes;
+  const int64_t first = place.group * place.depth, row_bytes = a.k_padded * kElementBytes;
   const int64_t num_steps = min_of(place.depth, a.k_padded - first) * kValueBytes / 4;
-  const char* const x = static_cast<const char*>(a.x.values) + place.row * row_bytes + first * kValueBytes;
+  const char* const x = rows_of<kScheme>(a) + place.row * row_bytes + first * kElementBytes;
   const int64_t scales = place.row * place.num_groups + place.group;
   typename Step::Sum sum[R][C];
   HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
@@ -91,7 +101,7 @@ __attribute__((noinline)) void tile(const QuantizedLinearArgs& a, const Place& p
       weights[c] = Step::load(codes[c] + step * kStepBytes);
     }
     HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-      const auto values = Step::splat(x + r * row_bytes + step * 4);
+      const auto values = Step::splat(x + r * row_bytes + step * kStepOfRow);
       HEADRACE_UNROLL for (int c = 0; c < C; ++c) Step::multiply(sum[r][c], weights[c], values);
     }
   }
@@ -119,8 +129,9 @@ __attribute__((noinline)) void long_tile(const QuantizedLinearArgs& a, int64_t r
                                          int64_t ahead_step) {
   using Step = Codes<kScheme>;
   constexpr int64_t kValueBytes = row_format(kScheme).value_bytes, kUnitBytes = kLanes * 4;
-  const int64_t row_bytes = a.k_padded * kValueBytes, num_groups = ceil_div(a.k_padded, kWideGroup);
-  const char* x = static_cast<const char*>(a.x.values) + row * row_bytes;
+  constexpr int64_t kElementBytes = Step::kElementBytes;
+  const int64_t row_bytes = a.k_padded * kElementBytes, num_groups = ceil_div(a.k_padded, kWideGroup);
+  const char* x = rows_of<kScheme>(a) + row * row_bytes;
   vf result[R][2];
   HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
     HEADRACE_UNROLL for (int c = 0; c < 2; ++c) result[r][c] = splat(0.0f);
@@ -132,7 +143,7 @@ __attribute__((noinline)) void long_tile(const QuantizedLinearArgs& a, int64_t r
       const vi start = Step::start(kScheme == QuantScheme::kInt8Fast ? a.x.starts[scales + r * num_groups] : 0);
       HEADRACE_UNROLL for (int c = 0; c < 2; ++c) sum[r][c] = start;
     }
-    for (int64_t step = 0; step < num_steps; ++step, codes += kStepBytes, ahead += ahead_step, x += 4) {
+    for (int64_t step = 0; step < num_steps; ++step, codes += kStepBytes, ahead += ahead_step, x += 4 / kValueBytes * kElementBytes) {
       Step weights[2];
       HEADRACE_UNROLL for (int c = 0; c < 2; ++c) weights[c] = Step::load(codes + c * kUnitBytes);
       prefetch_weights<R>(ahead);

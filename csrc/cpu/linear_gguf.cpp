@@ -67,7 +67,9 @@ HEADRACE_INLINE vf load_halves(const uint8_t* halves, int64_t c) { return load_h
 template <GgufType kType>
 HEADRACE_INLINE Scales load_scales(const uint8_t* scales, int64_t c, vf d, vf d_min) {
   constexpr ScaleKind kScales = gguf_format(kType).scales;
-  Scales result = {};
+  Scales result;
+  // With AVX-512 GCC 12 then reads a record in the order that memory gives it faster; elsewhere it clears by an instruction that is slow.
+  if constexpr (kLanes == 16) result = {};
   if constexpr (kScales == ScaleKind::kHalf || kScales == ScaleKind::kHalfMinimum) {
     result.factor[0] = load_halves(scales, c);
     // In the file they are added.
@@ -121,29 +123,53 @@ struct Run {
   uint8_t* codes;   // [][8][32][4]
   float* factors;   // [][4][32]
   const uint8_t* records;
-  int64_t record_bytes, begin, end;
+  int64_t bytes, begin, end;  // bytes: of the records
 };
 
-constexpr int64_t kFewRows = 4;  // take less time than memory
-HEADRACE_INLINE bool asks_ahead(int64_t rows) { return kAskForWeights || rows > kFewRows; }
+// What the products of rows [row, row + rows) begin with: of each group (both halves where they have scales of their own) minus the sum of its
+// values times the code of 0, or, where there are minimums, times its scale. [rows][groups][halves].
+union Start {
+  int32_t sum;
+  float scaled;
+};
 
-// For one row, half of the lines of a record are asked for while records are unpacked, and the others while they are multiplied, so that memory works
-// all the time. More rows take longer than memory.
-HEADRACE_INLINE void prefetch_half(const uint8_t* record, int64_t record_bytes, int64_t half) {
-  const int64_t middle = record_bytes / 128 * 64;
-  for (int64_t line = half * middle; line < (half == 0 ? middle : record_bytes); line += 64) prefetch(record + kAheadBytes + line);
+template <GgufType kType>
+void prepare(const QuantizedLinearArgs& a, int64_t row, int64_t rows, Start* starts) {
+  constexpr GgufFormat kFormat = gguf_format(kType);
+  const int64_t groups = a.k_padded / kGroup;
+  for (int64_t i = row * groups; i < (row + rows) * groups; ++i) {
+    const int32_t first = half_sum(a.x.starts[i], 0), last = half_sum(a.x.starts[i], 1);
+    HEADRACE_UNROLL for (int half = 0; half < (kFormat.halves ? 2 : 1); ++half, ++starts) {
+      const int32_t sum = -(!kFormat.halves ? first + last : half == 0 ? first : last);
+      if constexpr (kFormat.minimum) starts->scaled = a.x.scales[i] * static_cast<float>(sum);
+      else starts->sum = kFormat.wide && !kWideUnsigned ? 0 : sum * kFormat.zero;
+    }
+  }
+}
+
+template <bool kWide>
+HEADRACE_INLINE auto row_values(const QuantizedLinearArgs& a, int64_t at) {
+  if constexpr (kWide) return wide_rows(a.x) + at;
+  else return static_cast<const int8_t*>(a.x.values) + at;
+}
+
+// What a tile asks memory for while it multiplies: `lines` for each record, from `next` on.
+struct Ahead {
+  const uint8_t* next;
+  int64_t lines;
+};
+
+template <int R>
+HEADRACE_INLINE void ask(Ahead& ahead) {
+  for (int64_t i = 0; i < ahead.lines; ++i, ahead.next += 64) prefetch_weights<R>(ahead.next);
 }
 
 template <GgufType kType>
-void unpack(const uint8_t* block, const Run& run, int64_t rows) {
+void unpack(const uint8_t* block, const Run& run) {
   constexpr GgufFormat kFormat = gguf_format(kType);
   float d[kColumns] = {}, d_min[kColumns] = {};
   for (int64_t g = run.begin; g < run.end; ++g) {
     const uint8_t* const record = block + kFormat.record_at(g);
-    if (asks_ahead(rows)) {
-      prefetch_half(record, kFormat.record_bytes(), 0);
-      if (rows > 1) prefetch_half(record, kFormat.record_bytes(), 1);
-    }
     if constexpr (kFormat.head_bytes() != 0) {
       if (g % kGgufHeadGroups == 0) {
         const uint8_t* const head = record - kFormat.head_bytes();
@@ -189,10 +215,11 @@ struct Codes {
 
 // R rows x C units through a run. `partial`: their chains, [R] rows of kColumns.
 template <class K, int R, int C>
-void tile(const QuantizedLinearArgs& a, int64_t row, int64_t column, const Codes& codes, const Run& run, int zero, int unit, float* partial) {
+void tile(const QuantizedLinearArgs& a, int64_t row, int64_t column, const Codes& codes, const Run& run, const Start* starts, Ahead ahead, int unit,
+          float* partial) {
   constexpr int kSteps = 8 / K::kHalves;
   const int64_t groups = a.k_padded / kGroup;
-  const int8_t* x = static_cast<const int8_t*>(a.x.values) + row * a.k_padded + run.begin * kGroup;
+  const auto* x = row_values<K::kWide>(a, row * a.k_padded + run.begin * kGroup);
   const uint8_t* record = codes.first + unit * kLanes * 4;
   const float* factors = run.factors + unit * kLanes;
   vf result[R][C];
@@ -202,15 +229,12 @@ void tile(const QuantizedLinearArgs& a, int64_t row, int64_t column, const Codes
     }
   }
   for (int64_t g = run.begin; g < run.end; ++g, x += kGroup, record += codes.stride, factors += kFactors) {
-    if (R == 1 && unit == 0 && kAskForWeights) prefetch_half(run.records + (g - run.begin) * run.record_bytes, run.record_bytes, 1);
+    ask<R>(ahead);
     HEADRACE_UNROLL for (int half = 0; half < K::kHalves; ++half) {
+      const Start* const start = starts + g * K::kHalves + half;
       vi sum[R][C];
-      int32_t x_sums[R];
       HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-        const int32_t sums = a.x.starts[(row + r) * groups + g];
-        x_sums[r] = K::kHalves == 2 ? half_sum(sums, half) : half_sum(sums, 0) + half_sum(sums, 1);
-        const vi start = K::kWide ? start_of_bytes(-128 * x_sums[r]) : K::kMinimum ? splat_int(0) : splat_int(-zero * x_sums[r]);
-        HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = start;
+        HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = splat_int(K::kMinimum ? 0 : start[r * groups * K::kHalves].sum);
       }
       vi words[R][C];
       HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
@@ -220,11 +244,11 @@ void tile(const QuantizedLinearArgs& a, int64_t row, int64_t column, const Codes
         const int step = half * kSteps + i;
         const uint8_t* const place = record + step * kStepBytes;
         if constexpr (K::kWide) {
-          Bytes weights[C];
-          HEADRACE_UNROLL for (int c = 0; c < C; ++c) weights[c] = load_weights(place + c * kLanes * 4);
+          Wide weights[C];
+          HEADRACE_UNROLL for (int c = 0; c < C; ++c) weights[c] = load_wide(place + c * kLanes * 4);
           HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-            const vi values = splat_bytes(x + r * a.k_padded + step * 4);
-            HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot(sum[r][c], weights[c], values);
+            const auto values = splat_wide(x + r * a.k_padded + step * 4);
+            HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot_wide(sum[r][c], weights[c], values);
           }
         } else {
           vi weights[C];
@@ -233,6 +257,7 @@ void tile(const QuantizedLinearArgs& a, int64_t row, int64_t column, const Codes
             const vi values = splat_bytes(x + r * a.k_padded + step * 4);
             HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
               if constexpr (K::kSmallSteps == 0) dot_nibbles(sum[r][c], weights[c], values);
+              else if (i % K::kSmallSteps == 0) first_small(sum[r][c], words[r][c], weights[c], values);
               else dot_small(sum[r][c], words[r][c], weights[c], values);
             }
           }
@@ -244,13 +269,15 @@ void tile(const QuantizedLinearArgs& a, int64_t row, int64_t column, const Codes
         }
       }
       HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-        const float x_scale = a.x.scales[(row + r) * groups + g];
+        const vf x_scale = splat(a.x.scales[(row + r) * groups + g]);
         HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
           const vf scale = load(factors + half * kColumns + c * kLanes);
-          result[r][c] = fma(to_float(sum[r][c]), mul(scale, splat(x_scale)), result[r][c]);
-          if constexpr (K::kMinimum) {
+          result[r][c] = fma(to_float(sum[r][c]), mul(scale, x_scale), result[r][c]);
+        }
+        if constexpr (K::kMinimum) {
+          HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
             const vf minimum = load(factors + (2 + half) * kColumns + c * kLanes);
-            result[r][c] = fma(minimum, splat(x_scale * static_cast<float>(-x_sums[r])), result[r][c]);
+            result[r][c] = fma(minimum, splat(start[r * groups * K::kHalves].scaled), result[r][c]);
           }
         }
       }
@@ -263,16 +290,18 @@ void tile(const QuantizedLinearArgs& a, int64_t row, int64_t column, const Codes
 }
 
 template <class K>
-void tiles(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t column, const Codes& codes, const Run& run, int zero, float* partial) {
+void tiles(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t column, const Codes& codes, const Run& run, const Start* starts, float* partial) {
+  // Each asks for its share of the next run, so that memory works all the time.
+  const int64_t num_tiles = ceil_div(rows, kTile) * (kUnitsOfBlock < 2 ? 1 : kUnitsOfBlock / 2);
+  const int64_t lines = ceil_div(run.bytes, 64 * num_tiles * (run.end - run.begin));
+  Ahead ahead = {run.records + run.bytes, lines};
   for_row_tiles(row, rows, [&](int64_t first, int64_t count, int64_t, int64_t) {
     float* const chains = partial + (first - row) * kColumns;
-    if constexpr (kUnitsOfBlock == 4) {  // one row leaves registers free
-      if (count == 1) return tile<K, 1, 4>(a, first, column, codes, run, zero, 0, chains);
-    }
-    for (int unit = 0; unit < kUnitsOfBlock; unit += 2) {
+    const Start* const own = starts + (first - row) * (a.k_padded / kGroup) * K::kHalves;
+    for (int unit = 0; unit < kUnitsOfBlock; unit += 2, ahead.next += 64 * lines * (run.end - run.begin)) {
 #define HEADRACE_TILE(R)                                                                                      \
   case R:                                                                                                     \
-    if constexpr (R <= kTile) tile<K, R, 2>(a, first, column, codes, run, zero, unit, chains);                \
+    if constexpr (R <= kTile) tile<K, R, 2>(a, first, column, codes, run, own, ahead, unit, chains);          \
     break;
       switch (count) { HEADRACE_TILE(1) HEADRACE_TILE(2) HEADRACE_TILE(3) HEADRACE_TILE(4) HEADRACE_TILE(5) HEADRACE_TILE(6) }
 #undef HEADRACE_TILE
@@ -291,12 +320,12 @@ constexpr int small_steps() {
 
 // R rows: each record is read once, in order, and multiplied out of registers.
 template <GgufType kType, int R>
-void rows_in_order(const QuantizedLinearArgs& a, int64_t row, int64_t column, const uint8_t* block) {
+void rows_in_order(const QuantizedLinearArgs& a, int64_t row, int64_t column, const uint8_t* block, const Start* starts) {
   constexpr GgufFormat kFormat = gguf_format(kType);
-  constexpr int kUnits = kUnitsOfBlock, C = kUnits < 2 ? kUnits : 2, kHalves = kFormat.halves ? 2 : 1, kSteps = 8 / kHalves;
+  constexpr int kUnits = kUnitsOfBlock, C = kUnits == 4 ? 4 : kUnits < 2 ? kUnits : 2, kHalves = kFormat.halves ? 2 : 1, kSteps = 8 / kHalves;
   constexpr int kSmallSteps = small_steps<kType>();
   const int64_t groups = a.k_padded / kGroup;
-  const int8_t* x = static_cast<const int8_t*>(a.x.values) + row * a.k_padded;
+  const auto* x = row_values<kFormat.wide>(a, row * a.k_padded);
   vf result[R][kUnits], d[kUnits] = {}, d_min[kUnits] = {};
   HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
     HEADRACE_UNROLL for (int u = 0; u < kUnits; ++u) result[r][u] = splat(0.0f);
@@ -312,9 +341,8 @@ void rows_in_order(const QuantizedLinearArgs& a, int64_t row, int64_t column, co
         record += kFormat.head_bytes();
       }
     }
-    if (kAskForWeights) {
-      prefetch_half(record, kFormat.record_bytes(), 0);
-      prefetch_half(record, kFormat.record_bytes(), 1);
+    if (kAskForWeights || (kUnits == 4 && kFormat.planes != kWholePlane)) {
+      for (int64_t line = 0; line < kFormat.record_bytes(); line += 64) prefetch_weights<R>(record + kAheadBytes + line);
     }
     HEADRACE_UNROLL for (int first = 0; first < kUnits; first += C) {
       Scales scales[C];
@@ -323,13 +351,11 @@ void rows_in_order(const QuantizedLinearArgs& a, int64_t row, int64_t column, co
       }
       for_constants<kHalves>([&](auto of_half) {
         constexpr int half = decltype(of_half)::value;
-        int32_t x_sums[R];
+        const Start* const start = starts + g * kHalves + half;
         vi sum[R][C], words[R][C];
         HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-          const int32_t sums = a.x.starts[(row + r) * groups + g];
-          x_sums[r] = kHalves == 2 ? half_sum(sums, half) : half_sum(sums, 0) + half_sum(sums, 1);
           HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
-            sum[r][c] = kFormat.wide ? start_of_bytes(-128 * x_sums[r]) : kFormat.minimum ? splat_int(0) : splat_int(-kFormat.zero * x_sums[r]);
+            sum[r][c] = splat_int(kFormat.minimum ? 0 : start[r * groups * kHalves].sum);
             words[r][c] = splat_int(0);
           }
         }
@@ -338,21 +364,29 @@ void rows_in_order(const QuantizedLinearArgs& a, int64_t row, int64_t column, co
           vi codes[C];
           HEADRACE_UNROLL for (int c = 0; c < C; ++c) codes[c] = load_codes<kType, step>(record, (first + c) * kLanes * 4);
           HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-            const vi values = splat_bytes(x + r * a.k_padded + step * 4);
-            HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
-              if constexpr (kFormat.wide) dot(sum[r][c], weights_of(codes[c]), values);
-              else if constexpr (kSmallSteps == 0) dot_nibbles(sum[r][c], codes[c], values);
-              else dot_small(sum[r][c], words[r][c], codes[c], values);
-              if constexpr (kSmallSteps != 0 && (i + 1) % (kSmallSteps == 0 ? 1 : kSmallSteps) == 0) add_small(sum[r][c], words[r][c]);
+            if constexpr (kFormat.wide) {
+              const auto values = splat_wide(x + r * a.k_padded + step * 4);
+              HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot_wide(sum[r][c], wide_of(codes[c]), values);
+            } else {
+              const vi values = splat_bytes(x + r * a.k_padded + step * 4);
+              HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+                if constexpr (kSmallSteps == 0) dot_nibbles(sum[r][c], codes[c], values);
+                else if constexpr (i % kSmallSteps == 0) first_small(sum[r][c], words[r][c], codes[c], values);
+                else dot_small(sum[r][c], words[r][c], codes[c], values);
+                if constexpr (kSmallSteps != 0 && (i + 1) % (kSmallSteps == 0 ? 1 : kSmallSteps) == 0) add_small(sum[r][c], words[r][c]);
+              }
             }
           }
         });
         HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-          const float x_scale = a.x.scales[(row + r) * groups + g];
+          const vf x_scale = splat(a.x.scales[(row + r) * groups + g]);
           HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
             vf& chain = result[r][first + c];
-            chain = fma(to_float(sum[r][c]), mul(scales[c].factor[half], splat(x_scale)), chain);
-            if constexpr (kFormat.minimum) chain = fma(scales[c].minimum[half], splat(x_scale * static_cast<float>(-x_sums[r])), chain);
+            chain = fma(to_float(sum[r][c]), mul(scales[c].factor[half], x_scale), chain);
+          }
+          if constexpr (kFormat.minimum) {
+            const vf scaled_sum = splat(start[r * groups * kHalves].scaled);
+            HEADRACE_UNROLL for (int c = 0; c < C; ++c) result[r][first + c] = fma(scales[c].minimum[half], scaled_sum, result[r][first + c]);
           }
         }
       });
@@ -362,26 +396,25 @@ void rows_in_order(const QuantizedLinearArgs& a, int64_t row, int64_t column, co
 }
 
 template <GgufType kType>
-void multiply(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t column, const uint8_t* block, Run run, float* partial) {
+void multiply(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t column, const uint8_t* block, const Start* starts, Run run, float* partial) {
   constexpr GgufFormat kFormat = gguf_format(kType);
   constexpr bool kInPlace = kFormat.planes == kWholePlane;
-  // Not where the registers are too few for the sums, scales and minimums of a record.
-  if constexpr (kUnitsOfBlock <= 2 || kInPlace) {
-    if (rows == 1) return rows_in_order<kType, 1>(a, row, column, block);
+  // So many at most: the registers must hold the sums, scales and minimums of a record.
+  constexpr int kInOrder = kUnitsOfBlock <= 2 ? 4 : kUnitsOfBlock == 4 || kInPlace;
+#define HEADRACE_ROWS(R)                                                                          \
+  if constexpr (R <= kInOrder) {                                                                  \
+    if (rows == R) return rows_in_order<kType, R>(a, row, column, block, starts);                 \
   }
-  if constexpr (kUnitsOfBlock <= 2) {
-    if (rows == 2) return rows_in_order<kType, 2>(a, row, column, block);
-    if (rows == 3) return rows_in_order<kType, 3>(a, row, column, block);
-    if (rows == 4) return rows_in_order<kType, 4>(a, row, column, block);
-  }
+  HEADRACE_ROWS(1) HEADRACE_ROWS(2) HEADRACE_ROWS(3) HEADRACE_ROWS(4)
+#undef HEADRACE_ROWS
   const int64_t groups = a.k_padded / kGroup;
-  run.record_bytes = kFormat.record_bytes();
   for (run.begin = 0; run.begin < groups; run.begin = run.end) {
     run.end = min_of(run.begin + kRun, groups);
     run.records = block + kFormat.record_at(run.begin);
-    unpack<kType>(block, run, rows);
+    run.bytes = (run.end - run.begin) * kFormat.record_bytes();
+    unpack<kType>(block, run);
     const Codes codes = kInPlace ? Codes{run.records, kFormat.record_bytes()} : Codes{run.codes, kGroup * kColumns};
-    tiles<Kind<kFormat.wide, kFormat.halves, kFormat.minimum, small_steps<kType>()>>(a, row, rows, column, codes, run, kFormat.zero, partial);
+    tiles<Kind<kFormat.wide, kFormat.halves, kFormat.minimum, small_steps<kType>()>>(a, row, rows, column, codes, run, starts, partial);
   }
 }
 
@@ -390,14 +423,18 @@ void multiply(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t c
 void linear_gguf(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64_t begin, int64_t end) {
   constexpr int64_t kCodeBytes = kRun * kGroup * kColumns, kFactorBytes = kRun * kFactors * 4;
   uint8_t* const codes = static_cast<uint8_t*>(
-      thread_scratch(static_cast<size_t>(kCodeBytes + kFactorBytes + kRowBlock * kColumns * 4), Scratch::kWeights));
+      thread_scratch(static_cast<size_t>(kCodeBytes + kFactorBytes + kRowBlock * kColumns * 4 + rows * a.k_padded / kGroup * 8), Scratch::kWeights));
   float* const factors = reinterpret_cast<float*>(codes + kCodeBytes);
   const Run run = {codes, factors, nullptr, 0, 0, 0};
   float* const partial = factors + kRun * kFactors;
+  Start* const starts = reinterpret_cast<Start*>(partial + kRowBlock * kColumns);
   const GgufEntry* const entries = reinterpret_cast<const GgufEntry*>(a.weight);
   for (int64_t index = begin; index < end; ++index) {
-#define HEADRACE_CALL(name) multiply<GgufType::name>(a, row, rows, index * kColumns, entries[index].block(), run, partial)
-    HEADRACE_FOR_GGUF_TYPE(entries[index].type(), HEADRACE_CALL)
+    const GgufType type = entries[index].type();
+#define HEADRACE_CALL(name)                                                                                             \
+  if (index == begin || type != entries[index - 1].type()) prepare<GgufType::name>(a, row, rows, starts);               \
+  multiply<GgufType::name>(a, row, rows, index * kColumns, entries[index].block(), starts, run, partial)
+    HEADRACE_FOR_GGUF_TYPE(type, HEADRACE_CALL)
 #undef HEADRACE_CALL
   }
 }

@@ -2,6 +2,10 @@
 //
 // Integer sums are exact. With group scales an output is one chain of fused multiply-adds over the groups 0, 1, ..., whatever the
 // number of rows and the tile they fall in, so a row's bits do not depend on its batch, on chunking or on threads.
+#include <algorithm>
+#include <type_traits>
+
+#include "gguf_blocks.h"
 #include "quantized_tile.h"
 #include "threads.h"
 
@@ -13,14 +17,14 @@ constexpr int64_t kColumns = kPackedColumns;
 constexpr int64_t kGroup = kQuantGroup;
 
 // Where to prefetch while a tile computes: record g of the tile goes with address + g * record_step, and so on for the parts of it.
-// One tile over the weights asks for what it needs a little later. Several tiles over the same weights ask for the next block instead,
-// each for its share, so that memory works all the time.
+// One tile over the weights asks for what it needs a little later, but not for one row on AMD's (kAskForWeights) in vectors of 256 bits. Several tiles over the same weights
+// ask for the next block instead, each for its share, so that memory works all the time.
 struct Ahead {
   const uint8_t* address;
   int64_t record_step, line_step;  // bytes for a record, for a cache line of it
 
-  HEADRACE_INLINE Ahead of(const uint8_t* weight, int64_t block_bytes, int64_t record_bytes, int64_t tile, int64_t num_tiles) {
-    if (num_tiles == 1) return {weight + kAheadBytes, record_bytes, 64};
+  HEADRACE_INLINE Ahead of(const uint8_t* weight, int64_t block_bytes, int64_t record_bytes, int64_t rows, int64_t tile, int64_t num_tiles) {
+    if (num_tiles == 1) return {weight + (kAskForWeights || rows > 1 || kLanes == 16 ? kAheadBytes : 0), record_bytes, 64};
     return {weight + block_bytes + block_bytes * tile / num_tiles, record_bytes / num_tiles, 64 / num_tiles};
   }
 };
@@ -51,9 +55,12 @@ struct GroupBlock {
 
 static_assert(steps_in_words(15, kGroup / 4) == kGroup / 4);
 
+template <QuantScheme kScheme>
+using GroupElement = std::conditional_t<kScheme == QuantScheme::kInt8, WideElement, int8_t>;
+
 // Integer sums of one group: R rows x C units, codes of the first unit at `codes`, unpacked if kUnpacked. Prefetches from `ahead`.
 template <QuantScheme kScheme, bool kUnpacked, int R, int C>
-HEADRACE_INLINE void group_sums(const uint8_t* codes, const uint8_t* ahead, int64_t line_step, const int8_t* x, int64_t x_stride,
+HEADRACE_INLINE void group_sums(const uint8_t* codes, const uint8_t* ahead, int64_t line_step, const GroupElement<kScheme>* x, int64_t x_stride,
                                 vi (&sum)[R][C]) {
   vi words[R][C];  // of 4-bit codes
   HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
@@ -68,18 +75,20 @@ HEADRACE_INLINE void group_sums(const uint8_t* codes, const uint8_t* ahead, int6
       }
       const uint8_t* const place = codes + step * kColumns * 4;
       if constexpr (kScheme == QuantScheme::kInt8) {
-        Bytes weights[C];
-        HEADRACE_UNROLL for (int c = 0; c < C; ++c) weights[c] = load_weights(place + c * kLanes * 4);
+        Wide weights[C];
+        HEADRACE_UNROLL for (int c = 0; c < C; ++c) weights[c] = load_wide(place + c * kLanes * 4);
         HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
-          const vi values = splat_bytes(x + r * x_stride + step * 4);
-          HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot(sum[r][c], weights[c], values);
+          const auto values = splat_wide(x + r * x_stride + step * 4);
+          HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot_wide(sum[r][c], weights[c], values);
         }
       } else {
         vi weights[C];
         HEADRACE_UNROLL for (int c = 0; c < C; ++c) weights[c] = load_bytes(place + c * kLanes * 4);
         HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
           const vi values = splat_bytes(x + r * x_stride + step * 4);
-          HEADRACE_UNROLL for (int c = 0; c < C; ++c) dot_small(sum[r][c], words[r][c], weights[c], values);
+          HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
+            step == 0 ? first_small(sum[r][c], words[r][c], weights[c], values) : dot_small(sum[r][c], words[r][c], weights[c], values);
+          }
         }
       }
     }
@@ -96,7 +105,7 @@ HEADRACE_INLINE void group_sums(const uint8_t* codes, const uint8_t* ahead, int6
       HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
         const vi first = splat_bytes(x + r * x_stride + step * 8), second = splat_bytes(x + r * x_stride + step * 8 + 4);
         HEADRACE_UNROLL for (int c = 0; c < C; ++c) {
-          dot_small(sum[r][c], words[r][c], low[c], first);
+          step == 0 ? first_small(sum[r][c], words[r][c], low[c], first) : dot_small(sum[r][c], words[r][c], low[c], first);
           dot_small(sum[r][c], words[r][c], high[c], second);
         }
       }
@@ -112,7 +121,9 @@ HEADRACE_INLINE void group_sums(const uint8_t* codes, const uint8_t* ahead, int6
 template <QuantScheme kScheme, bool kUnpacked, int R, int C>
 void group_tile(const QuantizedLinearArgs& a, int64_t row, const GroupBlock& block, int64_t unit, const Ahead& ahead) {
   const int64_t groups = a.k_padded / kGroup;
-  const int8_t* const x = static_cast<const int8_t*>(a.x.values) + row * a.k_padded;
+  const GroupElement<kScheme>* x;
+  if constexpr (kScheme == QuantScheme::kInt8) x = wide_rows(a.x) + row * a.k_padded;
+  else x = static_cast<const int8_t*>(a.x.values) + row * a.k_padded;
   const float* const x_scales = a.x.scales + row * groups;
   const int32_t* const x_starts = a.x.starts + row * groups;
   const float* const x_scaled_sums = a.x.scaled_sums + row * groups;
@@ -125,7 +136,7 @@ void group_tile(const QuantizedLinearArgs& a, int64_t row, const GroupBlock& blo
     vi sum[R][C];
     HEADRACE_UNROLL for (int r = 0; r < R; ++r) {
       vi start = splat_int(0);
-      if constexpr (kScheme == QuantScheme::kInt8) start = start_of_bytes(x_starts[r * groups + g]);
+      if constexpr (kScheme == QuantScheme::kInt8) start = start_of_wide(x_starts[r * groups + g]);
       if constexpr (kScheme == QuantScheme::kInt4) start = splat_int(x_starts[r * groups + g]);
       HEADRACE_UNROLL for (int c = 0; c < C; ++c) sum[r][c] = start;
     }
@@ -212,15 +223,39 @@ void group_blocks(const QuantizedLinearArgs& a, int64_t row, int64_t rows, int64
     const GroupBlock block = {a.weight + index * block_bytes, codes, scales, index * kColumns};
     if (scales != nullptr) unpack_block<kScheme>(block.records, groups, codes, scales);
     for_row_tiles(row, rows, [&](int64_t first, int64_t count, int64_t tile, int64_t num_tiles) {
-      const Ahead ahead = Ahead::of(block.records, block_bytes, kRecordBytes<kScheme>, tile, num_tiles);
+      const Ahead ahead = Ahead::of(block.records, block_bytes, kRecordBytes<kScheme>, rows, tile, num_tiles);
       scales != nullptr ? group_rows<kScheme, true>(a, first, count, block, ahead) : group_rows<kScheme, false>(a, first, count, block, ahead);
     });
   }
 }
 
+#if defined(HEADRACE_WIDE_IN_WORDS)
+bool has_wide(const QuantizedLinearArgs& a) {
+  if (a.scheme != QuantScheme::kGguf) return a.scheme == QuantScheme::kInt8 || a.scheme == QuantScheme::kInt8Rotated || a.scheme == QuantScheme::kInt8Fast;
+  const GgufEntry* const entries = reinterpret_cast<const GgufEntry*>(a.weight);
+  return std::any_of(entries, entries + ceil_div(a.n, kColumns), [](const GgufEntry& entry) { return gguf_format(entry.type()).wide; });
+}
+
+// The rows as words, where some of the weights are whole bytes.
+const int16_t* words_of(const QuantizedLinearArgs& a) {
+  if (!has_wide(a)) return nullptr;
+  const int64_t count = a.rows * a.k_padded;
+  const int8_t* const values = static_cast<const int8_t*>(a.x.values);
+  int16_t* const words = static_cast<int16_t*>(thread_scratch(static_cast<size_t>(count) * 2, Scratch::kWords));
+  parallel_for(count / kGroup, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * kGroup; i < end * kGroup; i += kGroup) store_wide(words + i, values + i);
+  });
+  return words;
+}
+#else
+const int16_t* words_of(const QuantizedLinearArgs&) { return nullptr; }
+#endif
+
 }  // namespace
 
-void linear_quantized(const QuantizedLinearArgs& a) {
+void linear_quantized(const QuantizedLinearArgs& args) {
+  QuantizedLinearArgs a = args;
+  a.x.words = words_of(args);
   const int64_t num_blocks = ceil_div(a.n, kColumns), row_blocks = ceil_div(a.rows, kRowBlock);
   const int64_t rows_each = row_blocks == 0 ? 0 : ceil_div(a.rows, row_blocks);
   // A claim should last some microseconds.

@@ -115,12 +115,13 @@ constexpr int64_t packed_block_bytes(QuantScheme scheme, int64_t k_padded) {
   return 0;
 }
 
-// What quantize_rows wrote.
+// What quantize_rows wrote. words: the bytes as words, between kernels that multiply those (store_wide).
 struct QuantizedRows {
   const void* values;
   const float* scales;
   const int32_t* starts;
   const float* scaled_sums;
+  const int16_t* words = nullptr;
 };
 
 // y[rows, n] = x @ weight^T * column_scales (+ bias) (+ y when accumulate). column_scales, null for kBf16, and bias have n rounded up to

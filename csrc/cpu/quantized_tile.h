@@ -17,6 +17,11 @@ constexpr int kTile = 4;  // rows x 2 units fit 16 registers beside the operands
 constexpr int kTile = 2;
 #endif
 
+// The rows as the products of whole bytes read them, [rows][k_padded].
+HEADRACE_INLINE const WideElement* wide_rows(const QuantizedRows& x) {
+  return static_cast<const WideElement*>(sizeof(WideElement) == 1 ? x.values : x.words);
+}
+
 // R rows x C units of results, whose first column is `column`.
 template <int R, int C>
 HEADRACE_INLINE void finish(const QuantizedLinearArgs& a, int64_t row, int64_t column, const vf (&result)[R][C]) {

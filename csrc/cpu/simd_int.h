@@ -4,9 +4,9 @@
 // stand for themselves (dot_unsigned, of splat_unsigned and load_signed). dot_nibbles is exact up to codes of 127. Every way to compute that
 // sum here is exact (no step saturates), so all instruction sets give the same integers.
 //
-// dot_small is a dot_nibbles of which several follow each other, and add_small follows the last of at most steps_in_words(largest code, steps)
-// of them. Without an instruction for four products, pairs of products are added up in 16 bits first, in `words`, which begin as zeros: a step
-// adds at most 2 * 15 * 127 to that of a nibble, so 8 steps at most 30,480.
+// dot_small is a dot_nibbles of which several follow each other, the first of them as first_small, and add_small follows the last of at most
+// steps_in_words(largest code, steps). Without an instruction for four products, pairs of products are added up in 16 bits first, in `words`:
+// a step adds at most 2 * 15 * 127 to that of a nibble, so 8 steps at most 30,480.
 //
 // moved_bits takes the bits of kMask of each byte after a shift to the left (negative: right); look_up the byte of a table of 16 for each byte
 // of 0 .. 15; load_widened takes kLanes bytes into lanes.
@@ -69,8 +69,7 @@ struct Bytes {  // codes 0 .. 255 of weights -128 .. 127
   vi codes;
 };
 HEADRACE_INLINE Bytes weights_of(vi codes) { return {codes}; }
-// start: what makes a sum of codes the sum of weights, -128 times the sum of the activations.
-HEADRACE_INLINE vi start_of_bytes(int32_t start) { return splat_int(start); }
+constexpr bool kUnsignedCodes = true;
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_bytes(sum, w.codes, x); }
 HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) { dot_bytes(sum, weights, x); }
 HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) { dot_bytes(sum, codes, x); }
@@ -86,7 +85,7 @@ HEADRACE_INLINE Bytes weights_of(vi codes) {
   const vi weights = _mm512_xor_si512(codes, _mm512_set1_epi8(static_cast<char>(0x80)));
   return {_mm512_abs_epi8(weights), _mm512_movepi8_mask(weights)};
 }
-HEADRACE_INLINE vi start_of_bytes(int32_t) { return splat_int(0); }
+constexpr bool kUnsignedCodes = false;
 // Inline assembly: GCC 12 computes all products of a tile before it adds them up, and spills them or the accumulators.
 HEADRACE_INLINE void add_to(vi& sum, vi a) { asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(a)); }
 HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
@@ -99,10 +98,10 @@ HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) {
 HEADRACE_INLINE void dot_small(vi&, vi& words, vi codes, vi x) {
   asm("vpaddw %1, %0, %0" : "+v"(words) : "v"(_mm512_maddubs_epi16(codes, x)));
 }
-HEADRACE_INLINE void add_small(vi& sum, vi& words) {
-  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(words, _mm512_set1_epi16(1)));
-  words = _mm512_setzero_si512();
+HEADRACE_INLINE void first_small(vi&, vi& words, vi codes, vi x) {
+  asm("vpmaddubsw %2, %1, %0" : "=v"(words) : "v"(codes), "v"(x));
 }
+HEADRACE_INLINE void add_small(vi& sum, vi words) { add_to(sum, _mm512_madd_epi16(words, _mm512_set1_epi16(1))); }
 // A pair of these does not fit: as words, of which a product takes two.
 struct UnsignedBytes {
   vi even, odd;
@@ -186,7 +185,7 @@ struct Bytes {  // codes 0 .. 255 of weights -128 .. 127
   vi codes;
 };
 HEADRACE_INLINE Bytes weights_of(vi codes) { return {codes}; }
-HEADRACE_INLINE vi start_of_bytes(int32_t start) { return splat_int(start); }
+constexpr bool kUnsignedCodes = true;
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_bytes(sum, w.codes, x); }
 HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) { dot_bytes(sum, weights, x); }
 HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) { dot_bytes(sum, codes, x); }
@@ -200,7 +199,7 @@ HEADRACE_INLINE Bytes weights_of(vi codes) {
   const vi weights = _mm256_xor_si256(codes, _mm256_set1_epi8(static_cast<char>(0x80)));
   return {weights, _mm256_abs_epi8(weights)};
 }
-HEADRACE_INLINE vi start_of_bytes(int32_t) { return splat_int(0); }
+constexpr bool kUnsignedCodes = false;
 // Inline assembly: GCC 12 computes all products of a tile before it adds them up, and spills them or the accumulators.
 HEADRACE_INLINE void add_to(vi& sum, vi a) { asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(a)); }
 HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
@@ -208,14 +207,15 @@ HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
 }
 // |w| <= 128 and |x| <= 127, so a pair is at most 32,512: it does not saturate 16 bits.
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_nibbles(sum, w.magnitude, _mm256_sign_epi8(x, w.weights)); }
+#define HEADRACE_WIDE_IN_WORDS
 #define HEADRACE_PAIRS_IN_WORDS
 HEADRACE_INLINE void dot_small(vi&, vi& words, vi codes, vi x) {
   asm("vpaddw %1, %0, %0" : "+x"(words) : "x"(_mm256_maddubs_epi16(codes, x)));
 }
-HEADRACE_INLINE void add_small(vi& sum, vi& words) {
-  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
-  words = _mm256_setzero_si256();
+HEADRACE_INLINE void first_small(vi&, vi& words, vi codes, vi x) {
+  asm("vpmaddubsw %2, %1, %0" : "=x"(words) : "x"(codes), "x"(x));
 }
+HEADRACE_INLINE void add_small(vi& sum, vi words) { add_to(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1))); }
 // A pair of these does not fit: as words, of which a product takes two.
 struct UnsignedBytes {
   vi even, odd;
@@ -310,7 +310,7 @@ HEADRACE_INLINE Bytes weights_of(vi codes) {
   const vi weights = _mm_xor_si128(codes, _mm_set1_epi8(static_cast<char>(0x80)));
   return {weights, _mm_abs_epi8(weights)};
 }
-HEADRACE_INLINE vi start_of_bytes(int32_t) { return splat_int(0); }
+constexpr bool kUnsignedCodes = false;
 HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
   sum = _mm_add_epi32(sum, _mm_madd_epi16(_mm_maddubs_epi16(weights, x), _mm_set1_epi16(1)));
 }
@@ -392,7 +392,7 @@ HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) {
   sum = vusdotq_s32(sum, vreinterpretq_u8_s32(codes), vreinterpretq_s8_s32(x));
 }
 HEADRACE_INLINE Bytes weights_of(vi codes) { return {codes}; }
-HEADRACE_INLINE vi start_of_bytes(int32_t start) { return splat_int(start); }
+constexpr bool kUnsignedCodes = true;
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_unsigned(sum, w.codes, x); }
 
 #else
@@ -401,7 +401,7 @@ struct Bytes {
   vi weights;
 };
 HEADRACE_INLINE Bytes weights_of(vi codes) { return {vreinterpretq_s32_u8(veorq_u8(vreinterpretq_u8_s32(codes), vdupq_n_u8(0x80)))}; }
-HEADRACE_INLINE vi start_of_bytes(int32_t) { return splat_int(0); }
+constexpr bool kUnsignedCodes = false;
 HEADRACE_INLINE void dot(vi& sum, const Bytes& w, vi x) { dot_signed(sum, w.weights, x); }
 // Seven bits and the eighth apart: as a signed byte that is -128.
 HEADRACE_INLINE void dot_unsigned(vi& sum, vi codes, vi x) {
@@ -497,7 +497,7 @@ struct Bytes {
   vi codes;
 };
 HEADRACE_INLINE Bytes weights_of(vi codes) { return {codes}; }
-HEADRACE_INLINE vi start_of_bytes(int32_t start) { return splat_int(start); }
+constexpr bool kUnsignedCodes = true;
 HEADRACE_INLINE void dot_nibbles(vi& sum, vi weights, vi x) {
   for (int i = 0; i < 16; ++i) sum.lane[i / 4] += byte_of(weights, i) * static_cast<int8_t>(byte_of(x, i));
 }
@@ -516,7 +516,8 @@ constexpr int steps_in_words(int largest, int steps) {
 #else
 constexpr int steps_in_words(int, int steps) { return steps; }
 HEADRACE_INLINE void dot_small(vi& sum, vi&, vi codes, vi x) { dot_nibbles(sum, codes, x); }
-HEADRACE_INLINE void add_small(vi&, vi&) {}
+HEADRACE_INLINE void first_small(vi& sum, vi&, vi codes, vi x) { dot_nibbles(sum, codes, x); }
+HEADRACE_INLINE void add_small(vi&, vi) {}
 using UnsignedBytes = vi;
 using SignedBytes = vi;
 HEADRACE_INLINE UnsignedBytes splat_unsigned(const void* p) { return splat_bytes(p); }
@@ -524,6 +525,42 @@ HEADRACE_INLINE SignedBytes load_signed(const void* p) { return load_bytes(p); }
 #endif
 
 HEADRACE_INLINE Bytes load_weights(const uint8_t* p) { return weights_of(load_bytes(p)); }
+// start: what makes a sum of codes the sum of weights, -128 times the sum of the activations.
+HEADRACE_INLINE vi start_of_bytes(int32_t start) { return splat_int(kUnsignedCodes ? start : 0); }
+
+// dot, where many bytes of weights are multiplied with bytes of a row that was prepared (store_wide, kQuantGroup elements). Without an instruction
+// for four products, both as words: two multiplications and two additions, where bytes take three and one, and a change of signs is no quicker
+// than a multiplication (Zen 4).
+#if defined(HEADRACE_WIDE_IN_WORDS)
+using WideElement = int16_t;
+struct Wide {
+  vi even, odd;
+};
+HEADRACE_INLINE Wide wide_of(vi codes) { return {_mm256_and_si256(codes, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(codes, 8)}; }
+HEADRACE_INLINE Wide splat_wide(const WideElement* p) { return {splat_bytes(p), splat_bytes(p + 2)}; }
+constexpr bool kWideUnsigned = true;
+HEADRACE_INLINE void dot_wide(vi& sum, const Wide& codes, const Wide& x) {
+  add_to(sum, _mm256_madd_epi16(codes.even, x.even));
+  add_to(sum, _mm256_madd_epi16(codes.odd, x.odd));
+}
+// Of four elements the first and the third, then the others.
+HEADRACE_INLINE void store_wide(WideElement* p, const int8_t* x) {
+  const vi all = load_bytes(x), odd = _mm256_srai_epi16(all, 8), even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8);
+  const vi low = _mm256_unpacklo_epi32(even, odd), high = _mm256_unpackhi_epi32(even, odd);
+  store_bytes(p, _mm256_permute2x128_si256(low, high, 0x20));
+  store_bytes(p + 16, _mm256_permute2x128_si256(low, high, 0x31));
+}
+#else
+using WideElement = int8_t;
+using Wide = Bytes;
+HEADRACE_INLINE Wide wide_of(vi codes) { return weights_of(codes); }
+HEADRACE_INLINE vi splat_wide(const WideElement* p) { return splat_bytes(p); }
+constexpr bool kWideUnsigned = kUnsignedCodes;
+HEADRACE_INLINE void dot_wide(vi& sum, const Wide& codes, vi x) { dot(sum, codes, x); }
+#endif
+HEADRACE_INLINE vi start_of_wide(int32_t start) { return splat_int(kWideUnsigned ? start : 0); }
+HEADRACE_INLINE Wide load_wide(const uint8_t* p) { return wide_of(load_bytes(p)); }
+
 HEADRACE_INLINE vf load(const f16* p) { return load_half(&p->bits); }
 
 }  // namespace HEADRACE_ISA

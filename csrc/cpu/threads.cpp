@@ -281,7 +281,7 @@ void* thread_scratch(size_t bytes, Scratch purpose) {
     size_t size = 0;
     ~Buffer() { std::free(data); }
   };
-  static thread_local Buffer buffers[4];
+  static thread_local Buffer buffers[5];
   Buffer& buffer = buffers[static_cast<int>(purpose)];
   if (buffer.size < bytes) {
     std::free(buffer.data);

@@ -38,7 +38,7 @@ void set_num_threads(int n);
 int num_threads();
 
 // Memory of the calling thread, page-aligned, kept between calls: one for each purpose, only one user of each at a time.
-enum class Scratch : int { kGeneral, kWeights, kLayer, kSequences };
+enum class Scratch : int { kGeneral, kWeights, kLayer, kSequences, kWords };
 void* thread_scratch(size_t bytes, Scratch purpose = Scratch::kGeneral);
 
 // parallel_ranges for a callable body(begin, end).
