@@ -214,6 +214,8 @@ class Turns:
             return result
         finally:
             work.timer.cancel()
+            # The traceback of an error refers to this frame: with it, all that the work has read would wait for the garbage collection.
+            del work
 
     def submit(self, function: Callable[[], T], asked: Asked = _NOBODY, num_bytes: int = 0) -> "Future[T]":
         """The same outside of an event loop, for `asked`. The future may be cancelled; that it waited too long is noticed when other work ends."""
@@ -329,6 +331,7 @@ class Turns:
             error = raised
         self._charge(work, max(0.0, self._clock() - start_s))
         work.settle(result, error)
+        del work, result, error  # as in `run`
 
     def _charge(self, work: _Work, taken_s: float) -> None:
         tenant, flow = work.asked.tenant, work.flow

@@ -1,7 +1,10 @@
 """Who is next where the work of requests waits, and how much one may hold."""
 
 import asyncio
+import gc
 import threading
+import weakref
+from contextlib import suppress
 
 import pytest
 
@@ -343,3 +346,30 @@ async def test_without_requests_there_are_no_rounds():
     for _ in range(10):
         await asyncio.sleep(0)
     assert len(rounds) <= 4
+
+
+async def test_what_failed_work_has_read_is_freed_with_it(one):
+    """And does not wait for the garbage collection: it may be megabytes."""
+
+    class Body:
+        pass
+
+    async def fail():
+        body = Body()
+        freed.append(weakref.ref(body))
+
+        def work():
+            raise ValueError(type(body))
+
+        with suppress(ValueError):
+            await one.run(work)
+
+    freed = []
+    gc.collect()
+    gc.disable()
+    try:
+        await fail()
+        await one.run(lambda: None)
+        assert freed[0]() is None
+    finally:
+        gc.enable()

@@ -59,7 +59,8 @@ async def tokenize(exchange: Exchange) -> None:
     else:
         # In one turn: a text has many ids, which take ten times as much memory as their JSON while they wait.
         is_list = isinstance(body.prompt, list)
-        reply = await context.in_text_thread(lambda: _reply(_tokens(context, body), length, is_list))
+        async with exchange.until_client_leaves():
+            reply = await context.in_text_thread(lambda: _reply(_tokens(context, body), length, is_list))
     await exchange.reply(reply)
 
 
