@@ -309,12 +309,12 @@ async def test_a_slow_host_leaves_places_for_others(host: Host):
     await host.is_full.wait()
     slow[-1].cancel()
     await asyncio.wait(slow[-1:])
-    assert client._places._shares.held == fetch.AT_A_TIME_OF_HOST
+    assert client._places.num_taken == fetch.AT_A_TIME_OF_HOST
     host.let_go.set()
     done = await asyncio.gather(*slow, return_exceptions=True)
     assert done[:-1] == [PNG] * (len(slow) - 1)
     assert host.most_running == fetch.AT_A_TIME_OF_HOST
-    assert client._places._shares.held == 0
+    assert client._places.num_taken == 0
 
 
 async def test_who_finds_no_place_is_told_to_come_again(host: Host):
@@ -336,8 +336,8 @@ def test_a_cancelled_wait_takes_no_place():
         waits[1].cancel()  # it has its place, and has not run since
         await asyncio.gather(*waits[:2], return_exceptions=True)
         await asyncio.wait_for(waits[2], 5)
-        assert list(places._of_host) == ["b"]
-        assert places._shares.held == 1
+        assert places.hosts == ["b"]
+        assert places.num_taken == 1
 
     asyncio.run(run())
 
@@ -353,14 +353,14 @@ async def test_a_tenant_leaves_places_for_others(hosts: list[str]):
     places, ends = Places(10, 10), asyncio.Event()
     tasks = [asyncio.create_task(take("a", hosts[number % len(hosts)])) for number in range(20)]
     await asyncio.sleep(0)
-    assert places._shares.held == 8
+    assert places.num_taken == 8
     tasks.append(asyncio.create_task(take("b", hosts[0])))
     await asyncio.sleep(0)
-    assert places._shares.held == 9
+    assert places.num_taken == 9
     ends.set()
     await asyncio.gather(*tasks)
-    assert places._shares.held == 0
-    assert not places._of_host
+    assert places.num_taken == 0
+    assert not places.hosts
 
 
 @pytest.mark.parametrize(

@@ -243,11 +243,7 @@ class ServerOptions:
     max_n: int = _serving(64, "Most samples (`n`) of one prompt.", POSITIVE)
     max_batch_prompts: int = _serving(1024, "Most prompts in one request.", POSITIVE)
     max_body_bytes: int = _serving(32 << 20, "Largest request body, in bytes.", POSITIVE)
-    max_reply_bytes: int = _serving(
-        128 << 20,
-        "Most bytes of a request's top and chosen logprobs and hidden states; one that may take more is refused (400).",
-        POSITIVE,
-    )
+    max_reply_bytes: int = _serving(128 << 20, "Most bytes of a request's logprobs and hidden states.", POSITIVE)
     stream_interval: int = _serving(1, "Send a chunk of a stream every N tokens.", POSITIVE)
     incremental_streaming_output: bool = _serving(
         False, "Send only new output in each chunk of a /generate stream, not all output so far."
@@ -340,9 +336,7 @@ class ServerOptions:
         None, "Folder below which files may be read by file: URL; none by default.", FILLED
     )
     image_processes: int = _media(
-        1,
-        "Processes that decode images and audio of one client; one more decodes videos. Another of each is left to other clients.",
-        Bounds(least=1, most=64),
+        1, "Processes that decode a client's images and audio, and one more for videos.", Bounds(least=1, most=64)
     )
     image_cache_bytes: int = _media(256 << 20, "Bytes of the cache of decoded images, audio and videos.", COUNT)
     encoder_cache_bytes: int = _media(
@@ -424,8 +418,7 @@ class ServerOptions:
         "their KV again with the new weights; keep: they go on at once, with the KV of the old weights. See docs/weights.md.",
     )
     keep_updates: Literal["copy", "reflink", "off"] = _memory(
-        "copy",
-        "Keep the last weight update's files for a scheduler that dies, copy: shared blocks or a copy; reflink: only shared blocks; docs/weights.md.",
+        "copy", "Keep the files of the last weight update for a scheduler that dies. See docs/weights.md."
     )
     enable_double_sparsity: bool = _memory(False, "Long outputs attend to part of the KV cache. See docs/kv-cache.md.")
     ds_channel_config_path: str | None = _memory(None, "File of `headrace quantize --calibrate-sparsity`.", FILLED)

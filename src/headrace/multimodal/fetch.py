@@ -219,6 +219,15 @@ class Places:
         self._of_host: dict[str, Shares] = {}
         self._waiting: list[tuple[str, str, asyncio.Future[None]]] = []
 
+    @property
+    def num_taken(self) -> int:
+        return self._shares.held
+
+    @property
+    def hosts(self) -> list[str]:
+        """Those of which some are in."""
+        return [*self._of_host]
+
     @asynccontextmanager
     async def one(self, refusal: str, limit_s: float | None = None, host: str = "") -> AsyncIterator[None]:
         """A place of the running task's tenant. Raises CapacityError if it has to be waited for longer than that."""
