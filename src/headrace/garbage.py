@@ -24,6 +24,7 @@ def settle() -> None:
 
 def in_small_parts(clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
     """Nothing is collected by itself any more. Returns what does it, to be called often: once a second what was made since, every ten minutes all.
+    Once a minute free memory is given back, some milliseconds' work: updates and large requests leave more than all others need.
 
     By itself, Python collects when objects have become more by so many. While as many go as come, as in a full tree of prefixes, it does not, and
     then goes through all that came: tens of milliseconds.
@@ -35,7 +36,10 @@ def in_small_parts(clock: Callable[[], float] = time.monotonic) -> Callable[[], 
         nonlocal due_s
         if clock() >= due_s:
             due_s = clock() + 1.0
-            gc.collect(1 if next(seconds) % 600 else 2)
+            number = next(seconds)
+            gc.collect(1 if number % 600 else 2)
+            if number % 60 == 0:
+                give_back_free_memory()
 
     return collect
 

@@ -64,6 +64,8 @@ class Ring:
         print("gone")
 
 now_s = 0.0
+given_back = []
+garbage.give_back_free_memory = lambda: given_back.append(now_s)
 collect = garbage.in_small_parts(lambda: now_s)
 lasting = Ring()
 Ring()
@@ -77,10 +79,10 @@ for second in range(600):
 now_s += 1
 print("all")
 collect()
-print(gc.isenabled())
+print(gc.isenabled(), len(given_back))
 """
 
 
-def test_a_scheduler_collects_what_is_new_every_second_and_all_every_ten_minutes():
+def test_a_scheduler_collects_what_is_new_every_second_and_all_every_ten_minutes_and_trims_every_minute():
     done = subprocess.run([sys.executable, "-c", PARTS], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["0", "1", "gone", "2", "599", "all", "gone", "False"]
+    assert done.stdout.split() == ["0", "1", "gone", "2", "599", "all", "gone", "False", "10"]
