@@ -422,16 +422,19 @@ class Beginnings:
             self._each_s += ((now_s - self._since_s) / self._num_begun - self._each_s) / 8
             self._most = max(LEAST_BEGUN, min(MOST_BEGUN, int(ROUND_S / max(self._each_s, 1e-9))))
         self._since_s, self._num_begun = now_s, 0
-        while self._waiting and self._num_begun < self._most:
-            flow = next(iter(self._waiting))
-            own = self._waiting.pop(flow)
-            self._num_begun += 1
-            own.popleft()()
-            if own:
-                self._waiting[flow] = own
-        self._has_rounds = self._num_begun > 0
-        if self._has_rounds:
-            asyncio.get_running_loop().call_soon(self._next_round)
+        try:
+            while self._waiting and self._num_begun < self._most:
+                flow = next(iter(self._waiting))
+                own = self._waiting.pop(flow)
+                self._num_begun += 1
+                begin = own.popleft()
+                if own:
+                    self._waiting[flow] = own
+                begin()
+        finally:
+            self._has_rounds = self._num_begun > 0
+            if self._has_rounds:
+                asyncio.get_running_loop().call_soon(self._next_round)
 
 
 def _stopping() -> CapacityError:

@@ -148,9 +148,8 @@ def test_large_questions_leave_a_child_ready(make):
     pool = make(num_children=2)
     pool.ask(Question("echo"))
     pool.ask(Question("echo"), is_large=True)
-    until(lambda: pool._ready is not None)
-    ready = pool._ready.pid
-    until(lambda: pool._ready in pool._free)
+    until(lambda: pool.ready_pid is not None)
+    ready = pool.ready_pid
     for _ in range(2):
         with pytest.raises(ChildLostError):
             pool.ask(Question("end"), is_large=True)

@@ -24,9 +24,19 @@ def sampled(**sampling):
     return {"sampling_params": sampling, **MANY}
 
 
+def start(frontend, turn="@a", text="p", rid="r", **fields):
+    async def run():
+        caller = Caller(address=turn) if turn else Caller()
+        updates = frontend.manager.generate_request(request(text, rid=rid, **fields), caller=caller)
+        async with aclosing(updates):
+            return [update async for update in updates]
+
+    return asyncio.create_task(run())
+
+
 async def asked(frontend, **fields):
     """The most tokens of each sample of a call that is admitted."""
-    task = frontend.start("p", rid="r", **fields)
+    task = start(frontend, **fields)
     try:
         await frontend.engine.until(lambda: frontend.engine.requests or task.done())
         if task.done():
@@ -42,9 +52,8 @@ async def asked(frontend, **fields):
     [
         (sampled(max_new_tokens=20), 20),
         (sampled(max_new_tokens=4, n=5), 4),
-        # Without a limit of its own it is as long as may be held.
-        (sampled(), 20),
-        (sampled(n=4), 5),
+        # A program has its own engine to itself.
+        (sampled(max_new_tokens=60, n=5) | {"turn": ""}, 60),
         # Tokens and their own logprobs are not counted: batches of rollouts have millions of both.
         ({"sampling_params": {"max_new_tokens": 60, "n": 50}, "return_logprob": True}, 60),
         ({"sampling_params": {"max_new_tokens": 60, "n": 50}}, 60),
@@ -59,6 +68,8 @@ async def test_what_can_be_held_is_computed(make_frontend, fields, most):
     "fields",
     [
         sampled(max_new_tokens=21),
+        # Without a limit of its own it is not cut without a word.
+        sampled(),
         sampled(max_new_tokens=5, n=5),
         {"sampling_params": {"max_new_tokens": 21}, "return_logprob": True, "top_logprobs_num": 50},
         {"sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 0, "text": "p" * 40}
@@ -69,7 +80,7 @@ async def test_what_can_be_held_is_computed(make_frontend, fields, most):
 async def test_what_could_not_be_held_is_refused_before_it_is_computed(make_frontend, fields):
     frontend = make_frontend(max_reply_bytes=20 * EACH)
     with pytest.raises(RequestError, match=r"the limit is 8000 \(--max-reply-bytes\)") as refused:
-        await frontend.start(**{"text": "p", "rid": "r"} | fields)
+        await start(frontend, **fields)
     assert refused.value.param == "max_new_tokens"
     assert not frontend.engine.requests
     assert frontend.is_clean
@@ -86,15 +97,8 @@ async def test_a_tenant_above_its_share_is_cut_off_and_no_other(make_frontend):
     frontend = make_frontend(max_reply_bytes=40 * (EACH + 8))
     engine = frontend.engine
 
-    def start(rid, turn):
-        async def run():
-            asked = request("p", rid=rid, **sampled(max_new_tokens=40))
-            async with aclosing(frontend.manager.generate_request(asked, caller=Caller(address=turn))) as updates:
-                return [update async for update in updates]
-
-        return asyncio.create_task(run())
-
-    tasks = {rid: start(rid, rid[:2]) for rid in RIDS}
+    each = sampled(max_new_tokens=40)
+    tasks = {rid: start(frontend, rid[:2], rid=rid, **each) for rid in RIDS}
     await engine.until(lambda: len(engine.requests) == len(RIDS))
     for rid in RIDS:
         engine.emit(rid, "x", ids=[120] * 40, logprobs=block(40))
@@ -107,7 +111,7 @@ async def test_a_tenant_above_its_share_is_cut_off_and_no_other(make_frontend):
     done = await asyncio.gather(*tasks.values())
     assert [len(updates[0].logprobs.output) for updates in done] == [40] * len(RIDS)
     # What has been answered is held no longer.
-    again = start("@a8", "@a")
+    again = start(frontend, rid="@a8", **each)
     await engine.until(lambda: "@a8" in engine.requests)
     engine.emit("@a8", "x", STOP, logprobs=block(40))
     await again

@@ -339,6 +339,18 @@ async def test_the_longer_requests_take_the_fewer_begin_in_a_round():
     assert (await counts(1.0, 20))[-1] == LEAST_BEGUN
 
 
+async def test_a_request_that_cannot_begin_holds_up_no_other():
+    loop, failed = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
+    beginnings, begun = Beginnings(lambda: 0.0, lambda: 0.0), []
+    for number in range(3 * MOST_BEGUN):
+        beginnings.add(lambda number=number: begun.append(number) if number != MOST_BEGUN else 1 / 0, lambda: "a")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert begun == [number for number in range(3 * MOST_BEGUN) if number != MOST_BEGUN]
+    assert [type(error) for error in failed] == [ZeroDivisionError]
+
+
 async def test_without_requests_there_are_no_rounds():
     beginnings, rounds = Beginnings(lambda: rounds.append(1) or 0.0, lambda: 0.0), []
     for _ in range(2 * MOST_BEGUN):

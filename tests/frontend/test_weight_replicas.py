@@ -422,6 +422,20 @@ async def test_a_path_that_was_overwritten_is_no_loss_while_there_is_a_copy(repl
     await replicas.until(lambda: not os.path.exists(kept[1]))
 
 
+async def test_a_replica_whose_copy_goes_while_it_reads_it_reads_the_next_weights(replicas):
+    await replicas.done(replicas.operate(NEW), 0, 1)
+    replicas.die(1)
+    returning = replicas.come_back(1)
+    await replicas.until(lambda: replicas.all[1].asked(UpdateFromDisk))
+    assert (await replicas.done(replicas.operate(UpdateFromDisk("/newer")), 0)).success
+    replicas.all[1].refuses.add(UpdateFromDisk)
+    replicas.all[1].obey()
+    replicas.all[1].refuses.clear()
+    await replicas.until(returning.done, 1)
+    await returning
+    assert replicas.all[1].weights == "/newer"
+
+
 async def test_a_refused_update_leaves_the_copy_of_the_weights_in_force(replicas):
     for one in replicas.all:
         one.can_copy = True

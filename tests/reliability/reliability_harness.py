@@ -142,6 +142,12 @@ def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = SETTLE_S
 # -- the server
 
 
+def _renders(child: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "headrace.text.template_child" in child.cmdline()
+    return False
+
+
 class Server:
     """`headrace serve` as a subprocess, with small limits. Keys come from the environment when `keys`."""
 
@@ -181,8 +187,12 @@ class Server:
         assert self.url, f"the server did not start (exit code {self.popen.poll()}):\n{self.log()}"
         self.admin.close()
         self.admin = self.client(ADMIN_KEY, timeout=ANSWER_S)
-        self.children = sorted(self.process.children(), key=lambda child: child.pid)
+        self.children = sorted(self.engine_children(), key=lambda child: child.pid)
         return self
+
+    def engine_children(self) -> list[psutil.Process]:
+        """Those that live, without those that render chat templates: they come and go."""
+        return [child for child in self.process.children() if not _renders(child)]
 
     def _find_url(self) -> bool:
         if found := re.search(r"^ +URL +(http://\S+)$", self.log(), re.MULTILINE):
@@ -229,7 +239,7 @@ class Server:
         """End whatever is left of it and remove its files."""
         self.admin.close()
         with contextlib.suppress(psutil.NoSuchProcess):
-            self.children = self.children or self.process.children()
+            self.children = self.children or self.engine_children()
         for process in (self.process, *self.children):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -355,7 +365,7 @@ class Oracle:
         assert state["memory_repairs"] == self._repairs
         server.flush()
         assert server.state()["pool"]["free_tokens"] == self._total_tokens
-        assert sorted(child.pid for child in server.process.children()) == [child.pid for child in server.children]
+        assert sorted(child.pid for child in server.engine_children()) == [child.pid for child in server.children]
         # Connections close, and threads end, a moment after their client has left.
         try:
             wait_until(self._vitals_are_back, f"open descriptors and threads +-{self.vitals}")

@@ -89,8 +89,8 @@ def test_told_twice_it_goes_at_once(fresh: Server):
 
 
 def test_told_to_stop_while_starting_it_goes(fresh: Server):
-    wait_until(lambda: len(fresh.process.children()) == 2, "the children have been started", START_S)
-    fresh.children = fresh.process.children()
+    wait_until(lambda: len(fresh.engine_children()) == 2, "the children have been started", START_S)
+    fresh.children = fresh.engine_children()
     assert fresh.stop() == 0
     assert not fresh.url
     assert_nothing_is_left(fresh)

@@ -121,7 +121,7 @@ def choir(server: Server, want: list[dict[str, Any]]) -> Iterator[Choir]:
     assert pool["consistent"]
     assert pool["free_tokens"] + pool["evictable_tokens"] == pool["total_tokens"]
     assert choir.counters()["num_held"] == 0
-    assert len(server.process.children()) == 2
+    assert len(server.engine_children()) == 2
     assert len(server.ipc_directories()) == 1
     choir.client.close()
 
@@ -247,7 +247,7 @@ def check_that_it_drains(server: Server) -> None:
     """Newcomers are refused, who is in flight is answered, then it goes and leaves nothing."""
     choir = Choir(server, undisturbed(server))
     choir.begin(seconds=5.0)
-    server.children = server.process.children()
+    server.children = server.engine_children()
     server.popen.terminate()
     wait_until(lambda: choir.client.get("/ready").status_code == 503, "newcomers are not welcome")
     refused = choir.client.post("/generate", json={"text": "late"})
@@ -272,7 +272,7 @@ def check_nothing_is_left(server: Server) -> None:
 def check_the_end_of_a_loop(server: Server, choir: Choir) -> None:
     """One restart was allowed: the next death is the end, for every waiter and the process."""
     choir.begin()
-    server.children = server.process.children()
+    server.children = server.engine_children()
     choir.kill("scheduler")
     for stream in choir.streams:
         stream.join()

@@ -74,7 +74,7 @@ def test_weights_and_pauses_outlive_a_scheduler(tiny_model: Path, other_model: P
         )
         assert pushed.json()["success"], pushed.text
         assert [of(0), of(1)] == [first, first]
-        server.children = server.process.children()
+        server.children = server.engine_children()
         schedulers = [child for child in server.children if "scheduler" in child.cmdline()]
         schedulers[1].kill()
         wait_until(lambda: "is not restarted; the other replicas continue" in server.log(), "it is given up", START_S)

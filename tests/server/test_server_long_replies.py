@@ -1,7 +1,11 @@
 """Long replies: made in pieces that add up to what a short one would be, and counted by tenant until they have been read."""
 
 import asyncio
+import json
+import socket
+import threading
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -67,6 +71,31 @@ def test_a_long_reply_has_what_short_ones_have(client: httpx.Client, name: str):
     assert set(short.json()) == set(long.json()) if isinstance(long.json(), dict) else True
 
 
+def test_a_client_that_knows_no_chunks_gets_a_length(server: Running):
+    path, body, _ = CALLS["chat"]
+    content = json.dumps(body | {"n": 8}).encode()
+    at = urlsplit(server.url)
+    with socket.create_connection((at.hostname, at.port), timeout=20) as sock, sock.makefile("rb") as reply:
+        sock.sendall(b"POST %b HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n" % path.encode())
+        sock.sendall(b"content-length: %d\r\n\r\n%b" % (len(content), content))
+        head, _, made = reply.read().partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(made) in head
+    assert len(json.loads(made)["choices"]) == 8
+
+
+async def test_a_reply_does_not_wait_for_the_prompts_of_its_client():
+    frontend = FakeFrontend()
+    context = ServingContext(cast(Any, frontend), served_model(frontend.tokenizer), ServerArgs(), ServerStatus())
+    go_on = threading.Event()
+    prompts = [asyncio.create_task(context.text_threads.run(go_on.wait, 1 << 20)) for _ in range(9)]
+    try:
+        assert await context.written(lambda: "made", INLINE_REPLY_BYTES + 1) == "made"
+    finally:
+        go_on.set()
+        await asyncio.gather(*prompts)
+        context.close()
+
+
 class SlowReader:
     """A client that reads a part of a reply whenever `read` is called. sent: the parts."""
 
@@ -116,8 +145,7 @@ async def test_replies_that_are_not_read_are_counted_for_their_tenant():
         assert max(len(part.get("body", b"")) for part in reader.sent) == PIECE_BYTES
     assert context.replies.held == 0
     refused[0].cancel()
-    context.text_threads.close()
-    context.bodies.close()
+    context.close()
 
 
 async def test_a_reply_whose_client_leaves_is_held_no_longer():
@@ -130,5 +158,4 @@ async def test_a_reply_whose_client_leaves_is_held_no_longer():
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert context.replies.held == 0
-    context.text_threads.close()
-    context.bodies.close()
+    context.close()

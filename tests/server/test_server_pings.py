@@ -111,6 +111,8 @@ def text_of(line: str) -> Any:
 class FakeExchange:
     """Keeps what is sent. pinged: set once there have been three pings."""
 
+    def forget_body(self) -> None: ...
+
     def __init__(self, ping_interval_s: float, first_ping_s: float | None = None) -> None:
         self.ping_interval_s = ping_interval_s
         self.first_ping_s = ping_interval_s if first_ping_s is None else first_ping_s

@@ -74,11 +74,16 @@ def _own_folder(root: Path) -> tuple[Path, BinaryIO]:
     with (root / _LOCK).open("ab") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         abandoned = []
-        for lock in root.glob(f"*/{_LOCK}"):
-            # Otherwise it lives, or belongs to another user.
-            with suppress(OSError), lock.open("rb") as other:
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                abandoned.append(lock.parent)
+        for entry in root.iterdir():
+            # Without a lock it was half deleted. Otherwise it lives, or belongs to another user.
+            try:
+                with (entry / _LOCK).open("rb") as other:
+                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                continue
+            abandoned.append(entry)
         _delete_soon(abandoned)
         folder = Path(tempfile.mkdtemp(dir=root))
         own = (folder / _LOCK).open("wb")
@@ -108,18 +113,26 @@ def copy_checkpoint(path: Path, tensors: list[Path], target: str, clones_only: b
     Raises nothing: why there is no copy is logged.
     """
     begin, unfinished = time.perf_counter(), Path(_unfinished(target))
+    lock = -1
     try:
+        # One that was killed at it has left what is there.
+        unfinished.mkdir(exist_ok=True)
+        lock = os.open(unfinished, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
         if os.path.exists(target):
             return
-        try:
-            unfinished.mkdir()
-        except FileExistsError:
-            return
         files = _files_of(path, tensors)
-        num_bytes, free = sum(file.stat().st_size for file in files.values()), shutil.disk_usage(unfinished).free
-        if num_bytes > free * MAX_SHARE:
-            raise OSError(0, f"{num_bytes >> 20} MiB are more than half of the {free >> 20} MiB that are free")
-        are_clones = [_copy(file, unfinished / name, clones_only) for name, file in files.items()]
+        num_bytes = sum(file.stat().st_size for file in files.values())
+        are_clones: list[bool] = []
+        for name, file in files.items():
+            are_clones.append(_clone(file, unfinished / name))
+            if not are_clones[-1]:
+                if all(are_clones[:-1]):
+                    _check_room(unfinished, num_bytes, clones_only)
+                _copy(file, unfinished / name)
         unfinished.rename(target)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -128,6 +141,9 @@ def copy_checkpoint(path: Path, tensors: list[Path], target: str, clones_only: b
             error.strerror,
         )
         return
+    finally:
+        if lock >= 0:
+            os.close(lock)
     how = "blocks shared" if all(are_clones) else "copied"
     took_s = time.perf_counter() - begin
     _logger.info("a copy of the new weights is kept: %d MiB, %s in %.2f s", num_bytes >> 20, how, took_s)
@@ -143,16 +159,28 @@ def _files_of(base: Path, tensors: list[Path]) -> dict[str, Path]:
     return {str(file.relative_to(base)): file for file in (*tensors, *small)}
 
 
-def _copy(source: Path, target: Path, clones_only: bool) -> bool:
-    """Whether it shares the source's blocks. Raises OSError."""
+def _clone(source: Path, target: Path) -> bool:
+    """Whether the file system can share the blocks. Raises OSError."""
     target.parent.mkdir(exist_ok=True)
-    with open_regular(source) as old, target.open("xb") as new:
+    with open_regular(source) as old, target.open("wb") as new:
         try:
             fcntl.ioctl(new, _FICLONE, old.fileno())
-            return True
         except OSError:
-            if clones_only:
-                raise
+            return False
+        return True
+
+
+def _check_room(folder: Path, num_bytes: int, clones_only: bool) -> None:
+    """Raises OSError if a copy may not be made there."""
+    if clones_only:
+        raise OSError(0, "the file system cannot share blocks")
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free * MAX_SHARE:
+        raise OSError(0, f"{num_bytes >> 20} MiB are more than half of the {free >> 20} MiB that are free")
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Raises OSError."""
+    with open_regular(source) as old, target.open("wb") as new:
         while os.sendfile(new.fileno(), old.fileno(), None, _CHUNK_BYTES):
             pass
-        return False

@@ -243,6 +243,12 @@ class ChildPool(Generic[A]):
             RETRY_AFTER_S,
         )
 
+    @property
+    def ready_pid(self) -> int | None:
+        """Of the free child that large questions do not get."""
+        with self._lock:
+            return self._ready.pid if self._ready is not None and self._ready in self._free else None
+
     def make_ready(self) -> None:
         """Have a child that large questions do not get: start one, unless one is free. Does not wait for those that are asked."""
         with self._lock:

@@ -165,7 +165,9 @@ class Outputs:
             if sample.call.stream and sample.num_unread_bytes > self.max_unread_bytes:
                 self._cut_off(sample, f"more than {self.max_unread_bytes} bytes were left unread")
         if (row.logprobs or row.prompt_logprobs or row.hidden_states) and not self.table.hold_output(sample):
-            self._cut_off(sample, "the logprobs of all requests of this client take too much memory now")
+            self._cut_off(
+                sample, "the logprobs of all requests of this client take too much memory now", status_code=503
+            )
         if row.finish is not None:
             self.endings.end(sample, row.finish)
         return new_tokens
@@ -179,9 +181,9 @@ class Outputs:
         self.metrics.time_to_first_token_s.observe(sample.first_token_s - sample.created_s)
         count_prompt(sample, self.metrics)
 
-    def _cut_off(self, sample: ReqState, why: str) -> None:
+    def _cut_off(self, sample: ReqState, why: str, status_code: int = 0) -> None:
         """Abort a sample that takes too much memory. The client can still read what there is."""
         if not sample.abort_asked:
             sample.abort_asked = True
             logger.warning("aborted rid %s: %s", sample.timeline.own_rid, why)
-            self.link.send(AbortReq((sample.rid,), message=why))
+            self.link.send(AbortReq((sample.rid,), message=why, status_code=status_code))

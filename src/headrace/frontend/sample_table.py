@@ -194,8 +194,11 @@ class SampleTable:
             sample.media_bytes, sample.media_tokens = num_bytes, content.media_tokens
 
     def hold_output(self, sample: ReqState) -> bool:
-        """The logprobs and hidden states that a live sample has now are kept until its client leaves. False if that is above its tenant's share."""
+        """The logprobs and hidden states that a live sample has now are kept until its client leaves. False if that is above its tenant's share;
+        a program in this process and the operator have none."""
         more = sample.packed_bytes - sample.held_bytes
+        if not sample.call.turn:
+            return True
         if not self._outputs.take(sample.call.turn, more, sample.held_bytes):
             return False
         sample.held_bytes += more

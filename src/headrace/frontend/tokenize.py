@@ -60,6 +60,9 @@ WRONG_KIND = "wrong_model_type"
 
 AnyCall = Call[Prompt] | Call[PooledPrompt]
 
+LEAST_ROOM = 1024
+"""A request that says nothing of the number of its tokens gets no fewer for want of room: it is refused."""
+
 MAX_TOKEN_CHARACTERS = 256
 """Longer texts are hardly one token."""
 
@@ -163,7 +166,7 @@ class PromptTokenizer:
                 most = default_max_new_tokens
                 if token_bytes:
                     room = (self.args.max_reply_bytes // len(state.samples) - fixed_bytes) // token_bytes
-                    most = min(most, max(1, room))
+                    most = min(most, max(LEAST_ROOM, room))
                 sampling = self._resolve(prompt, content, bad_word_ids, grammar, most)
                 reply_bytes += len(own) * (fixed_bytes + token_bytes * sampling.max_new_tokens)
                 logprobs = _logprob_spec(prompt, content)
@@ -175,7 +178,7 @@ class PromptTokenizer:
                 await self._use_adapter(prompt.adapter, own)
             self._describe(prompt, content, logprobs, own)
             requests += _requests(prompt, content, sampling, logprobs, predicted_ids, own, obj, in_chat)
-        if reply_bytes > self.args.max_reply_bytes:
+        if state.turn and reply_bytes > self.args.max_reply_bytes:
             raise RequestError(
                 f"the outputs of this request may take {reply_bytes} bytes; the limit is {self.args.max_reply_bytes} (--max-reply-bytes): lower "
                 "max_new_tokens or the number of samples, or ask for fewer logprobs or no hidden states",

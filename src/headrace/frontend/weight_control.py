@@ -199,7 +199,9 @@ class WeightControl:
         return msgspec.structs.replace(update, keep_at=self.copies.next_path())
 
     def _drop_copies(self) -> None:
-        """All but that of the current weights."""
+        """All but that of the current weights, unless one may be read now."""
+        if self.link.num_restarting:
+            return
         weights = self.log.standing.weights
         self.copies.keep_only(weights.copy if weights is not None else "")
 
@@ -335,8 +337,15 @@ class WeightControl:
         while orders := self.log.standing.orders_after(told):
             aim = self.log.standing
             for order in orders:
-                await self._repeat(replica, order, aim.weights)
-            told = aim
+                try:
+                    await self._repeat(replica, order, aim.weights)
+                except ModelError:
+                    # Others have come meanwhile, and the copy that was read went.
+                    if self.log.standing.weights == aim.weights:
+                        raise
+                    break
+            else:
+                told = aim
         self.check_start(started_from)
 
     def check_start(self, started_from: str) -> None:

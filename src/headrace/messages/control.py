@@ -14,11 +14,13 @@ class _Control(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
 
 
 class AbortReq(_Control, frozen=True, tag=True, array_like=True, gc=False):
-    """Abort these samples (exact rids), or all. No reply: each aborted sample ends with its own output."""
+    """Abort these samples (exact rids), or all. No reply: each aborted sample ends with its own output. status_code: see `FinishReason`; 0 = the
+    client asked for it, so it is not an error."""
 
     rids: tuple[str, ...] = ()
     abort_all: bool = False
     message: str = "aborted"
+    status_code: int = 0
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):

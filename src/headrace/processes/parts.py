@@ -3,6 +3,7 @@ is done when one dies: another one is started, the other replicas take over, or 
 """
 
 import dataclasses
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -153,6 +154,7 @@ class Restarts:
         # Schedulers without weights that they could load, with the reason; and those that begin with the weights in force.
         self._refused: list[tuple[ChildProcess, str]] = []
         self._begin_with_current: set[int] = set()
+        self._reviving = threading.Lock()
         self._recovery = Recovery(
             children,
             RestartBudget(0 if args.disable_recovery else args.max_restarts),
@@ -244,10 +246,11 @@ class Restarts:
 
     def _revive(self) -> str:
         """Start the refused schedulers with the weights in force. Returns why one was refused again, or ""."""
-        refused, self._refused = [dead for dead, _ in self._refused], []
-        self._begin_with_current |= {dead.index for dead in refused}
-        self._recovery.revive(refused)
-        return self._refused[0][1] if self._refused else ""
+        with self._reviving:
+            refused = [self._refused.pop(0)[0] for _ in range(len(self._refused))]
+            self._begin_with_current |= {dead.index for dead in refused}
+            self._recovery.revive(refused)
+            return self._refused[0][1] if self._refused else ""
 
     def _others_serve(self, dead: ChildProcess) -> bool:
         """Whether the requests of a scheduler that does not come back can go to another one."""

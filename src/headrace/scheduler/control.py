@@ -47,7 +47,7 @@ def abort(state: SchedulerState, request: AbortReq) -> list[TokenIDOut]:
         found = list(state.by_rid.values())
     else:
         found = [state.by_rid[rid] for rid in request.rids if rid in state.by_rid]
-    return [abort_one(state, req, request.message, status_code=0) for req in found]
+    return [abort_one(state, req, request.message, request.status_code) for req in found]
 
 
 def abort_one(state: SchedulerState, req: Req, message: str, status_code: int) -> TokenIDOut:

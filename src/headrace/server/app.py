@@ -107,8 +107,7 @@ def _lifespan(context: ServingContext, warmups: list[str]) -> Lifespan[FastAPI]:
             yield
         finally:
             context.status.started = False
-            context.text_threads.close()
-            context.bodies.close()
+            context.close()
 
     return lifespan
 

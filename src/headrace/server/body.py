@@ -38,7 +38,7 @@ BODIES_AT_ONCE = 10
 SMALL_BODY_BYTES = 64 << 10
 """So much of each body is never refused, nor counted for the share: clients with many small bodies take no room from others."""
 
-TRIM_BYTES = 1 << 20
+TRIM_BYTES = 8 << 20
 TRIM_EVERY_S = 2.0
 """So long after this many bytes of large bodies and long replies, return free memory to the system (malloc would keep it)."""
 

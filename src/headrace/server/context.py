@@ -33,6 +33,8 @@ TEXT_WORK_LIMIT_S = 10.0
 TEXT_WAIT_LIMIT_S = 10.0
 """Time limit of waiting for a turn; after it the request gets a 503."""
 
+REPLY_WAIT_LIMIT_S = 600.0
+
 INLINE_REPLY_BYTES = 64 << 10
 """Replies up to this size are made in the event loop, and do not count among those that wait to be read."""
 
@@ -107,20 +109,30 @@ class Asker(Protocol):
     @property
     def context(self) -> "ServingContext": ...
 
+    def forget_body(self) -> None:
+        """The engine is about to have what was asked."""
+
 
 def _text_threads() -> Turns:
     return Turns(3, "headrace-text", wait_limit_s=TEXT_WAIT_LIMIT_S, work_limit_s=TEXT_WORK_LIMIT_S, clock=worked_s)
 
 
+def _reply_threads() -> Turns:
+    # A reply that has begun must not end for want of a turn; a piece of one is small.
+    return Turns(2, "headrace-reply", seconds_per_byte=6e-8, wait_limit_s=REPLY_WAIT_LIMIT_S)
+
+
 @dataclass(slots=True)
 class ServingContext:
-    """Shared by all handlers. text_threads: two for long prompts, and one more for short ones. replies: bytes of those that wait to be read."""
+    """Shared by all handlers. text_threads: two for long prompts, and one more for short ones. reply_threads: where outputs are written; a reply does
+    not wait for the prompts of its client. replies: bytes of those that wait to be read."""
 
     frontend: RequestFrontend
     model: ServedModel
     args: ServerArgs
     status: ServerStatus
     text_threads: Turns = field(default_factory=_text_threads)
+    reply_threads: Turns = field(default_factory=_reply_threads)
     bodies: Bodies = field(init=False)
     replies: Shares = field(init=False)
 
@@ -231,8 +243,14 @@ class ServingContext:
         return work() if asking().num_bytes <= INLINE_BODY_BYTES else await self.in_text_thread(work)
 
     async def written(self, write: Callable[[], T], num_bytes: int) -> T:
-        """What `write()` makes of `num_bytes` of outputs: in a thread unless these are few. Raises as `in_text_thread` does."""
-        return write() if num_bytes <= INLINE_REPLY_BYTES else await self.text_threads.run(write, num_bytes)
+        """What `write()` makes of `num_bytes` of outputs: in a thread unless these are few. Raises what it raises."""
+        return write() if num_bytes <= INLINE_REPLY_BYTES else await self.reply_threads.run(write, num_bytes)
+
+    def close(self) -> None:
+        """Stop the threads. Idempotent."""
+        self.text_threads.close()
+        self.reply_threads.close()
+        self.bodies.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,3 +259,5 @@ class Program:
 
     context: ServingContext
     caller: Caller = field(default_factory=Caller)
+
+    def forget_body(self) -> None: ...

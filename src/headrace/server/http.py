@@ -265,10 +265,7 @@ class Exchange:
             await send_response(self.send, status, body, content_type, headers)
             return
         with self._holding(len(body)):
-            fields = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or [])]
-            await self.send({"type": "http.response.start", "status": status, "headers": fields})
-            await self._write_slowly(body)
-            await self.send({"type": "http.response.body", "body": b""})
+            await self._reply_whole(body, content_type, status, headers or [])
 
     async def reply_in_pieces(
         self,
@@ -293,8 +290,13 @@ class Exchange:
 
         with self._holding(num_bytes):
             first, second = await made(), await made()
+            if self.scope.get("http_version") == "1.0":  # which knows no chunks
+                rest = [second]
+                while rest[-1]:
+                    rest.append(await made())
+                first, second = b"".join((first, *rest)), b""
             if not second:
-                await self.reply(first, headers=[*headers])
+                await self._reply_whole(first, JSON, 200, headers)
                 return
             await self.send(
                 {"type": "http.response.start", "status": 200, "headers": [(b"content-type", JSON), *headers]}
@@ -304,6 +306,14 @@ class Exchange:
                 await self._write_slowly(second)
                 second = await made()
             await self.send({"type": "http.response.body", "body": b""})
+
+    async def _reply_whole(
+        self, body: bytes, content_type: bytes, status: int, headers: Sequence[tuple[bytes, bytes]]
+    ) -> None:
+        fields = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
+        await self.send({"type": "http.response.start", "status": status, "headers": fields})
+        await self._write_slowly(body)
+        await self.send({"type": "http.response.body", "body": b""})
 
     async def _write_slowly(self, part: bytes) -> None:
         """Hardly more at a time than the client reads."""
@@ -321,7 +331,7 @@ class Exchange:
             yield
         finally:
             replies.give_back(self.tenant, num_bytes)
-            self._num_large += num_bytes
+            self._num_large += num_bytes if num_bytes > INLINE_REPLY_BYTES else 0
 
     async def all_of(self, updates: AsyncGenerator[T, None]) -> list[T]:
         """What the generator yields until it ends or the client leaves, with nothing left to read. Raises ClientGone."""

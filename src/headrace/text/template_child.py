@@ -97,7 +97,10 @@ def answer(question: Question) -> Answer:
         own, values = unpacked(question.variables)
         marks = None if question.marks is None else Marks(question.marks)
         text = render(question.source, own, values, marks, question.max_seconds, question.max_chars)
+        text.encode()
         return Rendered(text)
+    except UnicodeEncodeError:
+        return Failed("the chat template makes text that is not Unicode")
     except TemplateStoppedError as error:
         return Stopped(error.reason)
     except HeadraceError as error:

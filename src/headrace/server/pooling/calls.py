@@ -71,6 +71,7 @@ async def answered(asker: Asker, sizes: Sequence[int], make: MakeCall, partial: 
     which inputs are numbered as in the request; a refusal because the queue is full if the first input finds no room, or a later one none for
     PATIENCE_S. Being cancelled aborts what is in flight.
     """
+    asker.forget_body()
     tasks: deque[asyncio.Task[list[SampleUpdate]]] = deque()
     results: list[SampleUpdate] = []
 
