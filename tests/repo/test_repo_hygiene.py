@@ -121,7 +121,7 @@ def test_scripts_explain_themselves_and_refuse_what_they_do_not_know(script, tmp
 def test_ci_runs_what_a_contributor_runs():
     lines = (ROOT / ".ci/run").read_text().splitlines()
     assert [line for line in lines if line.startswith("scripts/")] == [
-        "scripts/setup --dev --all-isas --if-needed",  # every variant of the kernels, not this machine's alone
+        "scripts/setup --dev --all-isas --if-needed ||",  # every variant of the kernels, not this machine's alone
         "scripts/test",
         "scripts/count",
     ]
