@@ -102,17 +102,13 @@ def _delete_soon(folders: list[Path]) -> None:
         threading.Thread(target=delete, name="old weights").start()
 
 
-def _unfinished(target: str) -> str:
-    return f"{target}.unfinished"
-
-
 def copy_checkpoint(path: Path, tensors: list[Path], target: str, clones_only: bool) -> None:
     """Make the folder `target`, which can be served like the checkpoint. It appears when it is complete; the first of several callers makes it.
 
     path: of the checkpoint. tensors: its files that hold them. clones_only: where the file system cannot share blocks there is no copy.
     Raises nothing: why there is no copy is logged.
     """
-    begin, unfinished = time.perf_counter(), Path(_unfinished(target))
+    begin, unfinished = time.perf_counter(), Path(f"{target}.unfinished")
     lock = -1
     try:
         # One that was killed at it has left what is there.

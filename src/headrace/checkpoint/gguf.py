@@ -399,7 +399,7 @@ class GgufFile:
 
 def opened(path: Path) -> GgufFile:
     """The file, which the parts of a process that ask for it one after the other share as long as it does not change. Raises as `GgufFile`."""
-    files = [path.with_name(name) for name in gguf_parts(path.name) or [path.name]]
+    files = [path.with_name(name) for name in gguf_parts(path.name)]
     return _opened(path, tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in map(_status, files) if stat))
 
 

@@ -1,8 +1,8 @@
 """Formats of quantised safetensors checkpoints: how each stores a matrix, and what becomes of it here (docs/quantization.md has the table).
 
-base.py (`QuantizedFormat`, the arithmetic that several share), scaled.py (a tensor and its scales, told by dtypes), and a file for each tool:
-gptq.py, awq.py, compressed_tensors.py, fp8.py, modelopt.py, bitsandbytes.py, hqq.py, torchao.py, quark.py, own.py. A new format is a file and
-a line here.
+base.py (`QuantizedFormat`, the arithmetic that several share), scaled.py (a tensor and its scales, told by dtypes; `fp8` is no more than
+that), and a file for each tool: gptq.py, awq.py, compressed_tensors.py, modelopt.py, bitsandbytes.py, hqq.py, torchao.py, quark.py, own.py. A
+new format is a file and a line here.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from headrace.checkpoint.quantized_formats.awq import AwqFormat
 from headrace.checkpoint.quantized_formats.base import Parts, QuantizedFormat
 from headrace.checkpoint.quantized_formats.bitsandbytes import BitsAndBytesFormat
 from headrace.checkpoint.quantized_formats.compressed_tensors import CompressedTensorsFormat
-from headrace.checkpoint.quantized_formats.fp8 import Fp8Format
 from headrace.checkpoint.quantized_formats.gptq import GptqFormat, auto_round
 from headrace.checkpoint.quantized_formats.hqq import HqqFormat
 from headrace.checkpoint.quantized_formats.modelopt import ModelOptFormat
 from headrace.checkpoint.quantized_formats.own import OwnFormat, own_tensors
 from headrace.checkpoint.quantized_formats.quark import QuarkFormat
+from headrace.checkpoint.quantized_formats.scaled import Fp8Format
 from headrace.checkpoint.quantized_formats.torchao import TorchAoFormat
 from headrace.checkpoint.weight_formats import FORMATS, GGUF_METHOD, OWN_METHOD, Scheme
 from headrace.errors import ModelError

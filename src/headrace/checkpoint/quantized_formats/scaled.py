@@ -7,7 +7,7 @@ Deep Learning" (2022), stored as transformers (`fp8`, `fbgemm_fp8`) does. FP4: O
 of a matrix.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.checkpoint.gguf import MXFP4
 from headrace.checkpoint.quantized_formats.base import (
@@ -15,12 +15,14 @@ from headrace.checkpoint.quantized_formats.base import (
     FLOATS,
     POWERS,
     Parts,
+    QuantizedFormat,
     doubled_fp4,
     integers,
     power_scales,
 )
 from headrace.checkpoint.quantized_matrix import BlockMatrix, QuantizedMatrix
 from headrace.checkpoint.weight_formats import KERNEL_GROUP
+from headrace.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,44 @@ ACTIVATION_SCALES = (
 _MX_GROUP, _NV_GROUP = 32, 16
 _LARGEST_EXPONENT = 252
 """Of E8M0: 2^125, whose product with 6, the largest value of E2M1, is finite."""
+
+
+class Fp8Format(QuantizedFormat):
+    """X.weight is weight * scale: X.weight_scale_inv has one for each block of (rows, columns), X.weight_scale one for the matrix or a row. They
+    are dequantised; a GPU rounds them again, with a scale a row."""
+
+    suffixes = ("weight", "weight_scale_inv", "weight_scale")
+    telling = ("weight_scale_inv", "weight_scale")
+    unused = (*ACTIVATION_SCALES, "activation_scale")
+    scheme = "fp8"
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.described = "fp8 weights"
+        scheme = config.get("activation_scheme", "dynamic")
+        if scheme not in ("dynamic", "static"):
+            raise ModelError(
+                f"fp8 checkpoints with activation_scheme {scheme!s:.80} are not supported; dynamic and static are"
+            )
+        block = config.get("weight_block_size")
+        if block is not None and not (
+            isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)
+        ):
+            raise ModelError(
+                f"fp8 checkpoints with weight_block_size {block!s:.80} are not supported; two positive sizes are"
+            )
+        self._block = (block[0], block[1]) if block else (0, 0)
+
+    def required(self, parts: Parts) -> tuple[str, ...]:
+        return "weight", self._scale(parts)
+
+    def _scale(self, parts: Parts) -> str:
+        return "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
+
+    def shape(self, parts: Parts) -> tuple[int, int]:
+        return scaled_shape(parts, "weight")
+
+    def read(self, parts: Parts) -> "QuantizedMatrix | torch.Tensor":
+        return scaled(parts, "weight", self._scale(parts), self._block)
 
 
 def scaled(parts: Parts, weight: str, scale: str, block: tuple[int, int] = (0, 0)) -> "QuantizedMatrix | torch.Tensor":
