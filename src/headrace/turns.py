@@ -79,9 +79,9 @@ def is_within_share(tenant: str, own: int, held: int, most: int, own_per_free: i
     return held <= most and (not tenant or own <= own_per_free * (most - held))
 
 
-def most_of_one(most: int, own_per_free: int = OWN_PER_FREE) -> int:
+def most_of_one(most: int) -> int:
     """What a tenant that is alone may hold."""
-    return most * own_per_free // (1 + own_per_free)
+    return most * OWN_PER_FREE // (1 + OWN_PER_FREE)
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import msgspec
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, HeadraceError, NotFoundError, RequestError
 from headrace.frontend.sample_update import SampleUpdate, SampleUsage
-from headrace.frontend.slots import NO_SLOT
+from headrace.frontend.slots import NO_SLOT, PROMPT_ONLY
 from headrace.frontend.tenants import ANONYMOUS, Caller
 from headrace.log import get_logger
 from headrace.media_kinds import MediaFields
@@ -25,7 +25,6 @@ from headrace.messages.channel import Sender
 from headrace.messages.control import CacheUse, ReadyInfo
 from headrace.messages.operations import CACHE_USE, PIN, UNPIN, Asks, CacheUseReq, PinReq, UnpinReq
 from headrace.messages.requests import GenerateReqInput, PromptContent, TokenizedGenerateReqInput
-from headrace.sampling.params import SamplingParams
 from headrace.turns import is_within_share, most_of_one
 
 logger = get_logger(__name__)
@@ -35,8 +34,6 @@ MOST_PINS = 4096
 
 _TRIES = 3
 """So often a prompt is computed whose pages are gone before they are held."""
-
-_PROMPT_ONLY = SamplingParams(max_new_tokens=0)
 
 
 class PinAsk(msgspec.Struct, frozen=True):
@@ -189,7 +186,7 @@ class Pins:
         usage: SampleUsage | None = None
         for _ in range(_TRIES):
             rid = f"pin-{uuid.uuid4().hex}"
-            call = msgspec.structs.replace(prompt, rid=rid, sampling_params=_PROMPT_ONLY)
+            call = msgspec.structs.replace(prompt, rid=rid, sampling_params=PROMPT_ONLY)
             async for update in self._generate(call, caller=caller, pins=(PinAsk(ttl_s, num_tokens),), slot=NO_SLOT):
                 usage = usage or update.usage
             record = self._made.pop(rid, None)

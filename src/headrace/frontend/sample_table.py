@@ -15,7 +15,7 @@ from headrace.frontend.tenants import Caller, QueuePace
 from headrace.messages.channel import Sender
 from headrace.messages.control import AbortReq
 from headrace.messages.requests import PromptContent
-from headrace.turns import Shares
+from headrace.turns import OWN_PER_FREE, Shares
 
 MAX_MEDIA_BYTES = 1 << 30
 """Most bytes of decoded media of all live samples: they are kept until a sample has ended, to be sent again after a death."""
@@ -27,9 +27,6 @@ _TOO_MUCH = "the media of all requests take too much memory now; try again when 
 
 REPLIES_AT_ONCE = 8
 """How many replies of the largest size may be in memory at once; of a tenant that is alone, six."""
-
-OWN_PER_FREE = 4
-"""A tenant may have four fifths of a queue that nobody else uses now."""
 
 ALONE_S = 60.0
 """Without keys, a tenant beside which no other has come for so long may have all of the queue."""

@@ -7,7 +7,6 @@ With --session-dir, each is in a file, too (`session_files`), and is opened agai
 
 import math
 import uuid
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ from headrace.errors import CapacityError, ExecutionError, NotFoundError, Reques
 from headrace.frontend.session_files import TOKEN_BYTES, SessionFiles, SessionRecord, TurnRecord
 from headrace.frontend.tenants import ANONYMOUS, Caller, Tenant, TenantLimits
 from headrace.log import get_logger
+from headrace.messages.packing import pack_int32, unpack_int32
 from headrace.messages.requests import SessionParams
 
 _logger = get_logger(__name__)
@@ -391,8 +391,8 @@ def _recorded(session: _Session) -> SessionRecord:
             turn.rid,
             index[turn.parent.rid] if turn.parent is not None else -1,
             turn.num_kept,
-            array("i", turn.prompt_ids).tobytes(),
-            array("i", turn.output_ids or ()).tobytes(),
+            pack_int32(turn.prompt_ids),
+            pack_int32(turn.output_ids or ()),
         )
         for turn in turns
     ]
@@ -408,13 +408,13 @@ def _turns_of(record: SessionRecord, vocab_size: int) -> list[Turn] | None:
     for one in record.turns:
         if not -1 <= one.parent < len(turns) or (len(one.prompt) | len(one.outputs)) % TOKEN_BYTES:
             return None
-        prompt, outputs = array("i", one.prompt), array("i", one.outputs)
+        prompt, outputs = unpack_int32(one.prompt), unpack_int32(one.outputs)
         parent = turns[one.parent] if one.parent >= 0 else None
         before = lengths[one.parent] if parent is not None else 0
         if not 0 <= one.num_kept <= before or not all(0 <= token_id < vocab_size for token_id in prompt + outputs):
             return None
         lengths.append(one.num_kept + len(prompt) + len(outputs))
-        turns.append(Turn(one.rid, _NO_SESSION, parent, one.num_kept, list(prompt), list(outputs)))
+        turns.append(Turn(one.rid, _NO_SESSION, parent, one.num_kept, prompt, outputs))
     is_tree = len({turn.rid for turn in turns}) == len(turns) and -1 <= record.latest < max(1, len(turns))
     is_bounded = 0 <= record.timeout_s < math.inf and record.max_characters >= 0
     return turns if is_tree and is_bounded and (turns or record.latest < 0) else None

@@ -16,6 +16,7 @@ import msgspec
 from headrace.errors import NotFoundError, RequestError
 from headrace.frontend.request_state import CallState
 from headrace.frontend.sample_update import SampleUpdate
+from headrace.frontend.session_files import TOKEN_BYTES
 from headrace.frontend.sessions import WITHOUT_KEY, Sessions
 from headrace.frontend.tenants import ANONYMOUS, Caller
 from headrace.messages.packing import pack_int32, unpack_int32
@@ -23,9 +24,7 @@ from headrace.messages.requests import CallInput, GenerateReqInput
 from headrace.sampling.params import SamplingParams
 
 NO_SLOT = -1
-TOKEN_BYTES = 4
-
-_PROMPT_ONLY = SamplingParams(max_new_tokens=0)
+PROMPT_ONLY = SamplingParams(max_new_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class Slots:
             raise NotFoundError("this session is no saved slot", "filename")
         prompt, found = ids[: self._context_length - 1], []
         for replica in self._replicas_to_ask():
-            call = GenerateReqInput(input_ids=[*prompt], sampling_params=_PROMPT_ONLY, routed_dp_rank=replica)
+            call = GenerateReqInput(input_ids=[*prompt], sampling_params=PROMPT_ONLY, routed_dp_rank=replica)
             await self._num_cached(call, caller)
             longer = msgspec.structs.replace(call, input_ids=[*prompt, prompt[-1]])
             found.append(await self._num_cached(longer, caller))

@@ -36,9 +36,9 @@ class PageFile:
     etag: bytes
 
 
-def read_files(folder: Path = STATIC) -> dict[str, PageFile]:
-    """Every file below `folder` by its path there, with `/` between the parts. Raises KeyError for a type that is not known."""
-    return {path.relative_to(folder).as_posix(): _read(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+def read_files() -> dict[str, PageFile]:
+    """Every file below `STATIC` by its path there, with `/` between the parts. Raises KeyError for a type that is not known."""
+    return {path.relative_to(STATIC).as_posix(): _read(path) for path in sorted(STATIC.rglob("*")) if path.is_file()}
 
 
 def _read(path: Path) -> PageFile:
