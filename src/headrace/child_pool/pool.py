@@ -306,7 +306,7 @@ class ChildPool(Generic[A]):
     def _fresh(self, child: ChildProcess[A] | None) -> ChildProcess[A]:
         """The child, or a new one if there is none or somebody else ended it."""
         if self._closed:
-            raise _stopping()
+            raise stopping()
         if child is not None:
             if not child.has_ended:
                 return child
@@ -317,7 +317,7 @@ class ChildPool(Generic[A]):
             closed = self._closed
         if closed:
             self._end(child)
-            raise _stopping()
+            raise stopping()
         return child
 
     def _ask(self, child: ChildProcess[A], question: msgspec.Struct) -> A:
@@ -333,7 +333,7 @@ class ChildPool(Generic[A]):
             pass
         code = self._end(child)
         if self._closed:
-            raise _stopping()
+            raise stopping()
         if lost is None:
             lost = (_ChildKilledError if _was_killed(code) else ChildLostError)(f"has ended ({_name(code)})")
         raise lost
@@ -347,7 +347,7 @@ class ChildPool(Generic[A]):
         return code
 
 
-def _stopping() -> ExecutionError:
+def stopping() -> ExecutionError:
     return ExecutionError("the server is stopping")
 
 

@@ -15,7 +15,15 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from headrace.child_pool.child_side import MIB
-from headrace.child_pool.pool import WAIT_LIMIT_S, ChildLateError, ChildLostError, ChildPool, worked_s
+from headrace.child_pool.pool import (
+    MAX_LEFT_BYTES,
+    WAIT_LIMIT_S,
+    ChildLateError,
+    ChildLostError,
+    ChildPool,
+    stopping,
+    worked_s,
+)
 from headrace.errors import CapacityError, ConfigError, ExecutionError, HeadraceError, RequestError
 from headrace.garbage import give_back_free_memory
 from headrace.grammar.compile_child import STACK_BYTES, VERDICTS, Refused, Setup, Verdict
@@ -64,9 +72,6 @@ def _at_once(work: Callable[[], T]) -> "Future[T]":
 
 
 PROGRAM = (sys.executable, "-m", "headrace.grammar.compile_child")
-
-MAX_LEFT_BYTES = 256 * MIB
-"""A child that keeps more than this after a grammar is replaced."""
 
 
 class CompilePool(ChildPool[Verdict]):
@@ -204,7 +209,7 @@ class GrammarCompiler:
         with self._lock:
             known: Outcome | None = self._cache.get(key, owner, tenant)
             if self._closed:
-                known = _stopping()
+                known = stopping()
             elif known is not None:
                 self._num_cache_hits += 1
             elif (waiting := self._waiting.get((key, tenant))) is not None:
@@ -246,7 +251,7 @@ class GrammarCompiler:
             waiters = [waiter for waiting in self._waiting.values() for waiter in waiting.waiters]
             self._waiting.clear()
         for waiter in waiters:
-            waiter.answer(_stopping())
+            waiter.answer(stopping())
         self._turns.close()
         with self._tools_lock:
             if isinstance(self._tools, _Tools):
@@ -322,7 +327,7 @@ class GrammarCompiler:
     def _get_tools(self) -> _Tools:
         with self._tools_lock:
             if self._closed:
-                raise _stopping()
+                raise stopping()
             if self._tools is None:
                 self._tools = self._make_tools()
             if isinstance(self._tools, ConfigError):
@@ -375,7 +380,3 @@ class _Cache:
             self.num_bytes -= freed
             forgotten += freed
         return forgotten
-
-
-def _stopping() -> ExecutionError:
-    return ExecutionError("the server is stopping")

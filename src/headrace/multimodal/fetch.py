@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headrace.config.web import MediaArgs
+from headrace.config.web import MediaArgs, address_of
 from headrace.errors import CapacityError
 from headrace.multimodal.limits import FETCH_LIMIT_S, MediaRefusedError
 from headrace.multimodal.sources import FileLimit, too_large
@@ -103,7 +103,7 @@ class Fetcher:
         return target
 
     def _allows(self, host: str, port: int, usual_port: int) -> bool:
-        address = _literal(host)
+        address = address_of(host)
         if address is not None:
             return (str(address), port) in self._domains.addresses
         return self._domains.allows_name(host.removesuffix("."), port, usual_port)
@@ -112,7 +112,7 @@ class Fetcher:
         """Where to connect to: what is checked, and nothing else. Raises MediaRefusedError."""
         host, port = _host(target), target.port
         assert port is not None, "_checked has refused it"
-        if _literal(host) is not None:
+        if address_of(host) is not None:
             return [host]  # the operator's own word
         try:
             addresses = list(dict.fromkeys(await self._resolve(host, port)))
@@ -279,22 +279,14 @@ class Places:
 def is_public(text: str) -> bool:
     """Whether an address is one of the public Internet: not private, loopback, link-local, multicast, reserved or unspecified, and not an IPv6
     address that stands for an IPv4 address."""
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:  # with a zone, for one
+    address = address_of(text)
+    if address is None:  # the text has a zone, for one
         return False
     if isinstance(address, ipaddress.IPv6Address) and (
         address not in _UNICAST or any(address in network for network in _WRAPPED)
     ):
         return False
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
-
-
-def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
 
 
 def _host(target: "URL") -> str:
