@@ -14,11 +14,11 @@ import torch
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
+from headrace.kernels import PAGE_SIZE
 
 ChannelType = Literal["qk", "q", "k"]
 """By what channels are ordered: how much they move the product of a query with different keys, or the magnitude of queries or keys alone."""
 
-_PAGE = 16
 _LEAST_TOKENS = 128
 """The first page and the last ones are always among those that are attended to."""
 
@@ -68,7 +68,7 @@ def read_sparsity(args: ServerArgs, num_layers: int, num_kv_heads: int, head_dim
                 f"{_OPTION}: layer {layer} is not an order of {head_dim} channels for each of {num_kv_heads} KV heads, as this model has"
             )
     return DoubleSparsity(
-        args.ds_heavy_channel_num, args.ds_heavy_token_num // _PAGE, args.ds_sparse_decode_threshold, tuple(orders)
+        args.ds_heavy_channel_num, args.ds_heavy_token_num // PAGE_SIZE, args.ds_sparse_decode_threshold, tuple(orders)
     )
 
 

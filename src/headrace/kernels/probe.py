@@ -3,7 +3,7 @@
 For benchmarks. Runs in the thread that measures.
 """
 
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -40,8 +40,8 @@ class MachineLimits:
         return max(num_bytes / self.read_bytes_per_s, flops / self.fma_flops_per_s + rounded_s)
 
 
-def machine_limits(repeat: int = 5) -> MachineLimits:
-    """The best of `repeat` measurements of each. ConfigError when the native kernels do not load."""
+def machine_limits() -> MachineLimits:
+    """The best of five measurements of each. ConfigError when the native kernels do not load."""
     native = cpu.load()
     if native is None:
         raise ConfigError(f"measuring the machine's limits needs the native kernels: {cpu.why_not()}")
@@ -50,19 +50,14 @@ def machine_limits(repeat: int = 5) -> MachineLimits:
     dot_rounds = (_FMA_ROUNDS, _FMA_ROUNDS, _FMA_ROUNDS if cpu.multiplies_bf16() else _FMA_ROUNDS // 64)
 
     def ops_per_s(multiply: Callable[[], float]) -> float:
-        return multiply() / _best(multiply, repeat)
+        return multiply() / _best(multiply)
 
     return MachineLimits(
-        _READ_BYTES / _best(lambda: native.probe_read(memory.data_ptr(), _READ_BYTES), repeat),
+        _READ_BYTES / _best(lambda: native.probe_read(memory.data_ptr(), _READ_BYTES)),
         ops_per_s(lambda: native.probe_fma(_FMA_ROUNDS)),
         *(ops_per_s(partial(native.probe_dot, rounds, kind)) for kind, rounds in enumerate(dot_rounds)),
     )
 
 
-def _best(run: Callable[[], object], repeat: int) -> float:
-    times = []
-    for _ in range(repeat):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+def _best(run: Callable[[], object]) -> float:
+    return min(timeit.repeat(run, repeat=5, number=1))
