@@ -29,8 +29,6 @@ from headrace.checkpoint.names import cache_dir
 from headrace.errors import HeadraceError
 from headrace.plain_types import plain_reason
 
-Buffer = memoryview | bytes | mmap.mmap
-
 _MAGIC = b"HRWEIGHT"
 _PROLOGUE = struct.Struct("<8sQQ")
 _SUFFIX = ".weights"

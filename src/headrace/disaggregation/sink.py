@@ -153,7 +153,7 @@ class PageSink:
     """See the module docstring. secret: that both sides know. uses_memory: pages of servers on this machine come through memory that both have.
     allows: whether to connect to an address that a host has (`PrefillHosts.allows`).
 
-    Counts since the start: num_pages and num_bytes that came, num_lost connections.
+    Counts since the start: num_pages and num_bytes that came.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class PageSink:
         self.copying = threading.Lock()
         self.peers: dict[tuple[str, int, int], _Peer] = {}
         self.facts = wire.Facts(lambda: self.transfer.facts())
-        self.num_pages = self.num_bytes = self.num_lost = 0
+        self.num_pages = self.num_bytes = 0
 
     def ask(self, incoming: Incoming) -> None:
         self.ask_replica(incoming, max(0, incoming.replica))
@@ -316,7 +316,6 @@ class _Peer:
             lost = [*self.asked, *self._rooms.values()]
             self.asked.clear()
             self._rooms.clear()
-            self._sink.num_lost += 1
             self._sink.wake.notify_all()
         for one in lost:
             _fail(one, why, is_wrong)
