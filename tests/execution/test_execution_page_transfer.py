@@ -53,7 +53,7 @@ def test_bytes_of_pages_are_those_of_their_layers(monkeypatch, shape, is_native)
     if is_native and native_cpu.why_not():
         pytest.skip(native_cpu.why_not())
     if not is_native:
-        monkeypatch.setattr(page_transfer, "runs_native", lambda device: False)
+        monkeypatch.setattr(page_transfer, "runs_native", lambda: False)
     k, v = ([torch.randint(0, 256, (5 * 4, *shape), dtype=torch.uint8) for _ in range(3)] for _ in "kv")
     pages, before = PoolPages(KvPool(k, v, 20, 4), list, dict), [one.clone() for one in (*k, *v)]
     numbers = [3, 0, 4]

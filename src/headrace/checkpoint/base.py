@@ -70,22 +70,21 @@ class Checkpoint(ABC):
         float32.
         """
 
-    def iter_tensors(self, check_finite: bool = False, check_zero: bool = True) -> Iterator[tuple[str, "torch.Tensor"]]:
+    def iter_tensors(self, check_finite: bool = False) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Every tensor exactly once, in file order, read on demand.
 
         check_finite: refuse a tensor that contains NaN or infinity (one pass over its values).
-        check_zero: refuse a matrix that contains only zeros, as a hole in a file would.
         Raises ModelError that names the file and the tensor.
         """
         for name in self.tensor_names():
-            yield name, self.checked_tensor(name, check_finite, check_zero)
+            yield name, self.checked_tensor(name, check_finite)
 
-    def checked_tensor(self, name: str, check_finite: bool = False, check_zero: bool = True) -> "torch.Tensor":
+    def checked_tensor(self, name: str, check_finite: bool = False) -> "torch.Tensor":
+        """check_finite: as in `iter_tensors`. Refuses a matrix that contains only zeros, as a hole in a file would."""
         tensor = self.tensor(name)
         if check_finite:
             self._check_finite(name, tensor)
-        if check_zero:
-            self._check_zero(name, tensor)
+        self._check_zero(name, tensor)
         return tensor
 
     def quantized(self, name: str) -> QuantizedMatrix | None:

@@ -98,7 +98,7 @@ class PoolPages:
         self._at_start = self._checkpoint = ""
         self._device = self._layers[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        is_native = self._device.type == "cpu" and runs_native("cpu")
+        is_native = self._device.type == "cpu" and runs_native()
         self._copy = getattr(native_cpu.load(), "copy_kv_pages", None) if is_native else None
         self._places = [layer.data_ptr() for layer in layers], [layer.shape[1] for layer in layers], num_pages
 

@@ -62,7 +62,7 @@ class DecoderSpec:
 
 def why_not(spec: DecoderSpec) -> str:
     """Why `FusedDecoder` cannot run this decoder here, or ""."""
-    if not registry.runs_native("cpu"):
+    if not registry.runs_native():
         return cpu.why_not() or "another implementation than the native kernels is preferred"
     for index, layer in enumerate(spec.layers):
         for linear in layer.linears:

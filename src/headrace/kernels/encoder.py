@@ -89,7 +89,7 @@ def rounds_attention(qkv: PackedLinear) -> bool:
 
 def why_not(spec: EncoderSpec) -> str:
     """Why `FusedEncoder` cannot run this encoder here, or ""."""
-    if not registry.runs_native("cpu"):
+    if not registry.runs_native():
         return cpu.why_not() or "another implementation than the native kernels is preferred"
     if (spec.activation, spec.gated) not in _ACTIVATIONS:
         return f"there is no kernel for {spec.activation}{' with a gate' if spec.gated else ''}"

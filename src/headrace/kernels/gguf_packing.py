@@ -34,7 +34,7 @@ def pack_blocks(parts: Sequence[BlockMatrix], bias: torch.Tensor | None) -> Pack
     check_bias(bias, n)
     if any(part.shape[1] != k for part in parts) or any(size % PACKED_COLUMNS for size in sizes[:-1]):
         raise ValueError(f"pack_blocks: parts of {[part.shape for part in parts]} do not make one matrix")
-    native = cpu.load() if runs_native("cpu") else None
+    native = cpu.load() if runs_native() else None
     if native is None:
         weights = torch.cat([part.dequantize() for part in parts])
         return PackedLinear(n, k, "torch_int8", weights, None if bias is None else bias.to(torch.float32))

@@ -207,12 +207,12 @@ def check_choice(field: str, choice: ToolChoice, tools: Sequence[Tool]) -> None:
         raise refused(field, f": there is no tool called {shown!r} among the tools")
 
 
-def allowed_tools(field: str, names: Sequence[str], tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+def allowed_tools(names: Sequence[str], tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
     """The tools with these names, the only ones that the model is offered. Raises RequestError for a name that no tool has."""
     known, allowed = {tool.name for tool in tools}, frozenset(names)
     for name in names:
         if name not in known:
-            raise refused(field, f": there is no tool called {name[:100]!r} among the tools")
+            raise refused("tool_choice", f": there is no tool called {name[:100]!r} among the tools")
     return tuple(tool for tool in tools if tool.name in allowed)
 
 

@@ -325,9 +325,7 @@ def choice_of(choice: str | dict[str, object] | None, tools: tuple[Tool, ...]) -
             "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)},
         }:
             found = ToolChoice("required" if mode == "required" else "auto")
-            tools = allowed_tools(
-                "tool_choice", [_allowed_name(number, one) for number, one in enumerate(allowed)], tools
-            )
+            tools = allowed_tools([_allowed_name(number, one) for number, one in enumerate(allowed)], tools)
     if found is None:
         raise refused(
             "tool_choice",

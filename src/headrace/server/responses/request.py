@@ -212,7 +212,7 @@ def chosen_tools(choice: str | dict[str, object] | None, offered: OfferedTools) 
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
             found = ToolChoice("required" if mode == "required" else "auto")
             names = [_named(f"tool_choice.tools[{number}]", one, offered) for number, one in enumerate(allowed)]
-            tools = allowed_tools("tool_choice", [name for name in names if name is not None], tools)
+            tools = allowed_tools([name for name in names if name is not None], tools)
         case {"type": str(kind)} if kind in SERVER_RUN:
             raise unsupported("tool_choice", f": {kind} is a tool that this server does not run")
     if found is None:
