@@ -44,6 +44,17 @@ def in_small_parts(clock: Callable[[], float] = time.monotonic) -> Callable[[], 
     return collect
 
 
+async def keep_collecting() -> None:
+    """`in_small_parts`, while an event loop runs. By itself, Python goes through all objects of waiting requests again and again, a tenth of a second
+    where they are many, in which everybody waits."""
+    import asyncio  # most processes with this module have no event loop
+
+    collect = in_small_parts()
+    while True:
+        await asyncio.sleep(1.0)
+        collect()
+
+
 def freeze() -> int:
     """Collect garbage once and exclude the remaining objects from later collections. Returns their number.
 
@@ -55,6 +66,12 @@ def freeze() -> int:
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)
     return gc.get_freeze_count()
+
+
+def collect_all() -> None:
+    """Collect what was made at any time, and give its memory back."""
+    gc.collect()
+    give_back_free_memory()
 
 
 def give_back_free_memory() -> None:

@@ -119,7 +119,9 @@ async def _serve(
     garbage.settle()  # little: most was there when `_import_server` did so
     if stopping.is_set():
         return 0
+    collecting = loop.create_task(garbage.keep_collecting())
     await server.serve(lambda: on_started(server.url))
+    collecting.cancel()
     ending.cancel()
     await manager.close()
     return ending.exit_code

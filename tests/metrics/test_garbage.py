@@ -86,3 +86,30 @@ print(gc.isenabled(), len(given_back))
 def test_a_scheduler_collects_what_is_new_every_second_and_all_every_ten_minutes_and_trims_every_minute():
     done = subprocess.run([sys.executable, "-c", PARTS], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["0", "1", "gone", "2", "599", "all", "gone", "False", "10"]
+
+
+LOOP = """
+import asyncio, gc
+from headrace import garbage
+
+async def main():
+    sleeps = iter(range(3))
+
+    async def sleep(seconds):
+        if next(sleeps, None) is None:
+            raise KeyboardInterrupt
+
+    asyncio.sleep = sleep
+    await garbage.keep_collecting()
+
+garbage.in_small_parts = lambda: lambda: print("collected")
+try:
+    asyncio.run(main())
+except KeyboardInterrupt:
+    print("ended")
+"""
+
+
+def test_the_main_process_collects_in_small_parts_while_its_loop_runs():
+    done = subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["collected"] * 3 + ["ended"]

@@ -253,6 +253,20 @@ def test_where_several_tenants_are_what_is_in_flight_is_shorter_but_hardly_slowe
     assert sum(seconds for _, seconds in shared) < 1.25 * sum(seconds for _, seconds in alone) + 0.3
 
 
+@pytest.mark.parametrize(("decode_s", "tenants", "most"), [(0.05, "ab", 1), (0.05, "aa", 2), (0.005, "ab", 2)])
+def test_a_long_step_ends_before_the_next_is_planned_where_another_tenant_may_send_something(decode_s, tenants, most):
+    rig = rig_of(LIMIT_S)
+    mixed_steps(rig, (1e-5, 0.0, decode_s / 2, 0.0), every=True)
+    for number in range(8):
+        rig.add(f"r{number}", [0, 1, number % 2], 40, tenant=tenants[number % 2])
+    in_flight = []
+    while rig.busy:
+        rig.turn()
+        in_flight.append(len(rig.state.in_flight))
+
+    assert max(in_flight[10:]) == most - 1  # a turn ends with the oldest step
+
+
 class Timeline:
     """Simulated time: a step takes what `costs` say, and the next one begins when it ends."""
 

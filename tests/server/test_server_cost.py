@@ -3,9 +3,10 @@
 import asyncio
 import base64
 import json
+import queue
 import sys
 import threading
-from types import UnionType
+from types import SimpleNamespace, UnionType
 from typing import Union, get_args, get_origin
 
 import httpx
@@ -252,6 +253,43 @@ async def test_memory_of_large_bodies_and_long_replies_goes_back_to_the_system(m
     bodies.close()
     await asyncio.sleep(0)
     assert not given_back.acquire(blocking=False), "once for both, and not after the end"
+
+
+async def test_after_many_bytes_what_refers_to_itself_is_collected_too(monkeypatch: pytest.MonkeyPatch):
+    """The error of a request that has gone may refer to its body."""
+    done = queue.SimpleQueue[str]()
+    monkeypatch.setattr(body_module, "give_back_free_memory", lambda: done.put("free"))
+    monkeypatch.setattr(body_module, "collect_all", lambda: done.put("all"))
+    monkeypatch.setattr(body_module, "TRIM_EVERY_S", 0.0)
+    bodies = Bodies(1000)
+    parts = []
+    for num_bytes in (body_module.COLLECT_BYTES - 1, body_module.TRIM_BYTES, body_module.TRIM_BYTES):
+        bodies.note_end(num_bytes)
+        parts.append(await asyncio.to_thread(done.get, timeout=60))
+    bodies.close()
+
+    assert parts == ["free", "all", "free"]
+
+
+async def test_a_large_body_of_a_client_that_left_in_the_middle_counts_as_freed(monkeypatch: pytest.MonkeyPatch):
+    ended = []
+    context = SimpleNamespace(bodies=Bodies(1 << 20))
+    monkeypatch.setattr(context.bodies, "note_end", ended.append)
+    parts = iter(
+        [{"type": "http.request", "body": bytes(40 << 10), "more_body": True}] * 3 + [{"type": "http.disconnect"}]
+    )
+
+    async def receive() -> dict[str, object]:
+        return next(parts)
+
+    exchange = http.Exchange({"headers": []}, receive, None, context)  # type: ignore[arg-type]
+    with pytest.raises(http.ClientGone):
+        await exchange.read_body()
+    exchange.end()
+    context.bodies.close()
+
+    assert ended == [80 << 10]
+    assert context.bodies.num_bytes == 0
 
 
 def test_the_event_loop_gets_pythons_lock_soon_while_the_server_runs(server: Running):

@@ -235,7 +235,9 @@ async def _serve_http(
     calls.on_shutdown = server.shutdown
     calls.start()
     await calls.wait_for_news()
+    collecting = asyncio.create_task(garbage.keep_collecting())
     await server.serve(lambda: on_ready(None))
+    collecting.cancel()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from headrace.scheduler.retract import Preemption, expected_tokens, has_begun
 from headrace.scheduler.state import ScheduleBatch, SchedulerState
 from headrace.scheduler.step_cost import (
     ALONE_STEP_S,
+    LEAST_AWAITED_S,
     LEAST_TOKENS,
     LONGEST_MIXED,
     SHORTER_SHARE,
@@ -37,13 +38,13 @@ MOST_COMPARED = 32
 
 def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     """The next step, or None when there is nothing to do, at least until a step in flight is committed."""
-    if state.gate.holds or _waits_for_drafts(state):
+    if state.waiting or state.shares.are_several:
+        state.shares.look(state.running, state.waiting, state.num_places, now_s)
+    if state.gate.holds or _waits_for_drafts(state) or _waits_for_others(state):
         return None
     state.now_s = now_s
     state.encodings.begin_plan()
     batch = ScheduleBatch(state.next_step, state.kv.page_size, now_s)
-    if state.waiting:
-        state.shares.look(state.running, state.waiting, state.num_places, now_s)
     making_way = _making_way(state) if state.waiting else None
     victims = making_way.victims if making_way is not None else ()
     num_parts = len(state.kv.parts)
@@ -124,6 +125,14 @@ def _waits_for_drafts(state: SchedulerState) -> bool:
     return any(req.waits_for_drafts for req in state.running)
 
 
+def _waits_for_others(state: SchedulerState) -> bool:
+    """Whether the next step waits for the one in flight, so that what another tenant sends meanwhile is in it: several are present, and the step is
+    so long that planning beside it saves little."""
+    if state.config.num_stages > 1 or not state.in_flight or not state.shares.are_several:
+        return False
+    return state.cost.seconds(state.in_flight[-1].work()) >= LEAST_AWAITED_S
+
+
 def _most_logits(state: SchedulerState) -> int:
     """Of the row of a running request."""
     return MOST_VERIFIED // max(1, len(state.running))
@@ -171,8 +180,10 @@ def _prompt_budget(state: SchedulerState, batch: ScheduleBatch) -> PromptBudget 
     if config.max_step_s == math.inf:
         return PromptBudget(tokens, state.cost)
     if batch.rows:
-        longest_s = LONGEST_MIXED * config.max_step_s if config.max_step_s == config.default_step_s else 0.0
-        return PromptBudget.beside(batch.work(), tokens, state.cost, config.max_step_s, longest_s)
+        if config.max_step_s != config.default_step_s:
+            return PromptBudget.beside(batch.work(), tokens, state.cost, config.max_step_s)
+        usual_s = min(config.max_step_s, state.cost.shared_step_s) if state.shares.are_several else config.max_step_s
+        return PromptBudget.beside(batch.work(), tokens, state.cost, usual_s, LONGEST_MIXED * usual_s)
     # There are as many steps in flight as stages, and they end one after the other.
     longest_s = state.cost.shared_step_s if state.shares.are_several else ALONE_STEP_S
     usual_s = longest_s / config.num_stages

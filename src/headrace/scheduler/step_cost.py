@@ -56,7 +56,7 @@ class StepCost:
 
     @property
     def shared_step_s(self) -> float:
-        """How long what is in flight may take if no stream waits for it, but several tenants are present."""
+        """How long what is in flight may take if several tenants are present."""
         fixed_s = self.seconds(StepWork(0, 0.0, 0))
         return min(ALONE_STEP_S, max(SHARED_STEP_S, LEAST_FIXED * fixed_s))
 
@@ -151,10 +151,13 @@ ALONE_STEP_S = 0.8
 predicted wrongly, their first token comes within 1.2 s."""
 
 
-SHARED_STEP_S = 0.2
+SHARED_STEP_S = 0.1
 LEAST_FIXED = 10
-"""The same where several tenants are present, any of whom may send something small next: but so many times as long as a step of no tokens takes, so
-that most of the time is left for tokens."""
+"""The same where several tenants are present, any of whom may send something small next, also if streams wait: but so many times as long as a step of
+no tokens takes, so that most of the time is left for tokens."""
+
+LEAST_AWAITED_S = 0.03
+"""Where several tenants are present, a step that takes so long ends before the next one is planned, which takes a few milliseconds."""
 
 
 class PromptBudget:

@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.errors import CapacityError, RequestError, TooLargeError
 from headrace.frontend.inputs import pack_row
-from headrace.garbage import give_back_free_memory
+from headrace.garbage import collect_all, give_back_free_memory
 from headrace.messages.bodies import as_meant, field_error
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS
@@ -41,6 +41,9 @@ SMALL_BODY_BYTES = 64 << 10
 TRIM_BYTES = 8 << 20
 TRIM_EVERY_S = 2.0
 """So long after this many bytes of large bodies and long replies, return free memory to the system (malloc would keep it)."""
+
+COLLECT_BYTES = 64 << 20
+"""After so many, also collect what refers to itself: the error of a request that has gone may hold its body."""
 
 _PIECE_BYTES = 64 << 10
 _DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
@@ -204,7 +207,7 @@ class Bodies:
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
         self.num_bytes = 0
-        self._num_freed = 0
+        self._num_freed = self._num_uncollected = 0
         self._trimming: asyncio.TimerHandle | None = None
         self._shares = Shares(BODIES_AT_ONCE * max_body_bytes, SMALL_BODY_BYTES)
         # One thread: two that decode would block the event loop for twice as long.
@@ -224,12 +227,17 @@ class Bodies:
     def note_end(self, num_bytes: int) -> None:
         """A request has been answered of which so many bytes were a large body or a long reply: perhaps much memory is free now."""
         self._num_freed += num_bytes
+        self._num_uncollected += num_bytes
         if self._num_freed >= TRIM_BYTES and self._trimming is None:
             self._trimming = asyncio.get_running_loop().call_later(TRIM_EVERY_S, self._trim)
 
     def _trim(self) -> None:
         self._trimming, self._num_freed = None, 0
-        self._thread.submit(give_back_free_memory)
+        if self._num_uncollected < COLLECT_BYTES:
+            self._thread.submit(give_back_free_memory)
+        else:
+            self._num_uncollected = 0
+            self._thread.submit(collect_all)
 
     async def join(self, parts: list[bytes]) -> bytes:
         """The parts joined into one, in the thread, since tens of megabytes take milliseconds. Empties `parts`."""

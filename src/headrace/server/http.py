@@ -233,9 +233,9 @@ class Exchange:
                 self.context.bodies.take(self.tenant, len(part), self._num_held)
                 self._num_held += len(part)
             parts.append(part)
+            self._num_large += len(part) if size > SMALL_BODY_BYTES else 0
             if not message.get("more_body", False):
                 note_size(size)
-                self._num_large += size if size > SMALL_BODY_BYTES else 0
                 return await self.context.bodies.join(parts)
 
     def forget_body(self) -> None:
