@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+from collections.abc import Iterator
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -26,6 +27,25 @@ CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
         "/generate",
         {"text": "Hi", "return_logprob": True, "top_logprobs_num": 20, "logprob_start_len": 0},
         "",
+    ),
+}
+
+
+ONE_CHOICE: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, "max_tokens": 480}),
+    "completion": ("/v1/completions", {"prompt": "Hi", "logprobs": 20, "echo": True, "max_tokens": 480}),
+    "ids": (
+        "/v1/completions",
+        {"prompt": "Hi", "logprobs": 1, "logprob_token_ids": [*range(50)], "max_tokens": 480, "prompt_logprobs": 2},
+    ),
+    "response": ("/v1/responses", {"input": "Hi", "top_logprobs": 20, "max_output_tokens": 480}),
+    "ollama": (
+        "/api/generate",
+        {"prompt": "Hi", "logprobs": True, "top_logprobs": 20, "options": {"num_predict": 480}, "stream": False},
+    ),
+    "native": (
+        "/generate",
+        {"text": "Hi", "return_logprob": True, "top_logprobs_num": 20, "sampling_params": {"max_new_tokens": 480}},
     ),
 }
 
@@ -69,6 +89,31 @@ def test_a_long_reply_has_what_short_ones_have(client: httpx.Client, name: str):
     assert [choice["index"] for choice in many] == list(range(8))
     assert all(without_index(choice) == without_index(one) for choice in many)
     assert set(short.json()) == set(long.json()) if isinstance(long.json(), dict) else True
+
+
+@pytest.mark.parametrize("name", ONE_CHOICE)
+def test_a_long_choice_is_made_in_pieces(server: Running, monkeypatch: pytest.MonkeyPatch, name: str):
+    sizes: list[int] = []
+    reply_in_pieces = Exchange.reply_in_pieces
+
+    async def watched(exchange: Exchange, pieces: Iterator[bytes], *more: Any, **named: Any) -> None:
+        def seen() -> Iterator[bytes]:
+            for piece in pieces:
+                sizes.append(len(piece))
+                yield piece
+
+        await reply_in_pieces(exchange, seen(), *more, **named)
+
+    monkeypatch.setattr(Exchange, "reply_in_pieces", watched)
+    monkeypatch.setattr(server.frontend.script, "text", "Hello, you" * 48)
+    path, body = ONE_CHOICE[name]
+    reply = httpx.post(server.url + path, json=body, timeout=20)
+
+    assert reply.status_code == 200, reply.text
+    assert len(reply.content) == sum(sizes) > 2 * max(sizes)
+    assert "content-length" not in reply.headers
+    assert reply.text.count("-19.5") >= (0 if name == "ids" else 480)
+    reply.json()
 
 
 def test_a_client_that_knows_no_chunks_gets_a_length(server: Running):

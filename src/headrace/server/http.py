@@ -14,6 +14,7 @@ from collections.abc import (
     Awaitable,
     Callable,
     Hashable,
+    Iterable,
     Iterator,
     MutableMapping,
     Sequence,
@@ -46,7 +47,42 @@ Headers = list[tuple[bytes, bytes]]
 T = TypeVar("T")
 
 log = get_logger(__name__)
-encode_json = msgspec.json.Encoder().encode
+
+
+class LongList:
+    """A list in a JSON reply, whose items are made when they are written, once. `encode_json` writes all of it, `json_pieces` an item at a time."""
+
+    def __init__(self, items: Iterable[object]) -> None:
+        self.items = items
+
+
+def _whole(value: object) -> object:
+    if isinstance(value, LongList):
+        return [*value.items]
+    raise NotImplementedError(f"{type(value)} in a reply")
+
+
+encode_json = msgspec.json.Encoder(enc_hook=_whole).encode
+
+
+def json_pieces(value: object) -> Iterator[bytes]:
+    """`encode_json(value)`, in pieces where there is a `LongList`."""
+    lists: list[LongList] = []
+
+    def left_out(found: object) -> msgspec.Raw:
+        assert isinstance(found, LongList), type(found)
+        lists.append(found)
+        return msgspec.Raw(b"\0")  # which JSON writes in another way
+
+    *heads, end = msgspec.json.Encoder(enc_hook=left_out).encode(value).split(b"\0")
+    for head, found in zip(heads, lists, strict=True):
+        before = head + b"["
+        for item in found.items:
+            yield before + encode_json(item)
+            before = b","
+        yield b"]" if before == b"," else before + b"]"
+    yield end
+
 
 JSON = b"application/json"
 PIECE_BYTES = 64 << 10
@@ -295,17 +331,16 @@ class Exchange:
                 while rest[-1]:
                     rest.append(await made())
                 first, second = b"".join((first, *rest)), b""
-            if not second:
-                await self._reply_whole(first, JSON, 200, headers)
+            if second:
+                fields = [(b"content-type", JSON), *headers]
+                await self.send({"type": "http.response.start", "status": 200, "headers": fields})
+                await self._write_slowly(first)
+                while second:
+                    await self._write_slowly(second)
+                    second = await made()
+                await self.send({"type": "http.response.body", "body": b""})
                 return
-            await self.send(
-                {"type": "http.response.start", "status": 200, "headers": [(b"content-type", JSON), *headers]}
-            )
-            await self._write_slowly(first)
-            while second:
-                await self._write_slowly(second)
-                second = await made()
-            await self.send({"type": "http.response.body", "body": b""})
+        await self.reply(first, headers=[*headers])
 
     async def _reply_whole(
         self, body: bytes, content_type: bytes, status: int, headers: Sequence[tuple[bytes, bytes]]

@@ -6,7 +6,7 @@ import uuid
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import EmbeddingReqInput
 from headrace.server.context import ServingContext
-from headrace.server.http import Exchange
+from headrace.server.http import Exchange, LongList, json_pieces
 from headrace.server.notes import HeaderNotes
 from headrace.server.ollama.protocol import (
     OllamaEmbeddingsRequest,
@@ -21,7 +21,6 @@ from headrace.server.ollama.protocol import (
 from headrace.server.pooling.calls import embedded
 from headrace.server.pooling.protocol import (
     normalized,
-    object_pieces,
     pooling_of,
     vector_json,
 )
@@ -45,13 +44,14 @@ async def embed(noted: HeaderNotes, exchange: Exchange) -> None:
         is_normalized = pooling_of(model, "embed").normalize
         vectors = (update.pooled or b"" for update in updates)
         items = (vector_json(pooled if is_normalized else normalized(pooled)) for pooled in vectors)
-        tail: dict[str, object] = {
+        reply = {
+            "model": body.model or full_name(model.name),
+            "embeddings": LongList(items),
             "total_duration": time.monotonic_ns() - start_ns,
             "load_duration": 0,
             "prompt_eval_count": sum(update.usage.prompt_tokens for update in updates),
         }
-        pieces = object_pieces({"model": body.model or full_name(model.name)}, "embeddings", items, tail)
-        await exchange.reply_in_pieces(pieces, headers, updates)
+        await exchange.reply_in_pieces(json_pieces(reply), headers, updates)
 
 
 async def embeddings(noted: HeaderNotes, exchange: Exchange) -> None:

@@ -5,7 +5,7 @@ Owns how events become messages: tool calls are whole, with their arguments as a
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.frontend.sample_update import LogprobItem, SampleUpdate, failure_of
+from headrace.frontend.sample_update import SampleUpdate, failure_of
 from headrace.grammar.schema_walk import with_one_of_as_any_of
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import GenerateReqInput
@@ -24,7 +24,7 @@ from headrace.server.chat.choice_stream import ChoiceStream
 from headrace.server.chat.conversation import unsupported
 from headrace.server.context import ServingContext
 from headrace.server.error_forms import ApiError, ollama_error, renaming
-from headrace.server.http import Exchange, Headers, describe_error, encode_json
+from headrace.server.http import Exchange, Headers, LongList, describe_error, encode_json, json_pieces
 from headrace.server.infill import middle_of, stopping
 from headrace.server.notes import HeaderNotes, OutputLimit
 from headrace.server.ollama.chat_request import checked_think, conversation_of
@@ -41,7 +41,7 @@ from headrace.server.ollama.protocol import (
     read_body,
     sampling_params,
 )
-from headrace.server.openai.logprobs import token_logprob
+from headrace.server.openai.logprobs import places_of, token_logprob
 from headrace.server.sse import stream_reply
 from headrace.text.tokenizers import Tokenizer
 
@@ -121,7 +121,7 @@ class ReplyWriter:
         """The lines of an update: one for each part, then the last one with the counts if the output has ended, or its error."""
         ended = update.finish is not None
         parts = self._joiner.push(self.choice.push(update), ended)
-        logprobs = self._logprobs(update)
+        logprobs = [*self._logprobs(update)]
         if logprobs and not parts:
             parts.append(Part())
         lines = [self._head() | self._body(part) | {"done": False} for part in parts]
@@ -145,7 +145,7 @@ class ReplyWriter:
             [call for part in parts for call in part.tool_calls],
         )
         reply = self._head() | self._body(joined) | self._ending(update, update.finish)
-        return reply | {"logprobs": self._logprobs(update)} if self.wants_logprobs else reply
+        return reply | {"logprobs": LongList(self._logprobs(update))} if self.wants_logprobs else reply
 
     def unasked(self, reason: Literal["load", "unload"]) -> dict[str, object]:
         """The reply to a request without messages or prompt."""
@@ -174,18 +174,14 @@ class ReplyWriter:
             "eval_duration": _nanoseconds(update.times.output_s),
         }
 
-    def _logprobs(self, update: SampleUpdate) -> list[object]:
+    def _logprobs(self, update: SampleUpdate) -> Iterator[dict[str, object]]:
         if not self.wants_logprobs or update.logprobs is None:
-            return []
-        output = update.logprobs.output
-        rows: Sequence[Sequence[LogprobItem] | None] = output.top or [None] * len(output.tokens)
-        found: list[object] = []
-        for item, row in zip(output.tokens, rows, strict=True):
-            shown = token_logprob(self.tokenizer, item)
-            if row:
-                shown["top_logprobs"] = [token_logprob(self.tokenizer, other) for other in row]
-            found.append(shown)
-        return found
+            return
+        for token, others in places_of(update.logprobs.output):
+            shown = token_logprob(self.tokenizer, token)
+            if others:
+                shown["top_logprobs"] = [token_logprob(self.tokenizer, other) for other in others]
+            yield shown
 
 
 def error_line(error: ApiError) -> bytes:
@@ -361,8 +357,8 @@ async def _reply(exchange: Exchange, body: OllamaGeneration, kind: Kind, run: _R
         )
         return
     (update,) = await exchange.all_of(run.updates)
-    reply = await exchange.context.written(lambda: encode_json(writer.whole(update)), update.num_bytes)
-    await exchange.reply(reply, headers=headers())
+    async with exchange.until_client_leaves():
+        await exchange.reply_in_pieces(json_pieces(writer.whole(update)), headers(), [update])
 
 
 def _writer(context: ServingContext, body: OllamaGeneration, kind: Kind, choice: ChoiceStream) -> ReplyWriter:

@@ -21,7 +21,7 @@ from headrace.media_kinds import MediaKind
 from headrace.messages.outputs import SpeculationCounts
 from headrace.messages.requests import GenerateReqInput
 from headrace.server.context import INLINE_REPLY_BYTES, Asker, ServingContext
-from headrace.server.http import Exchange, Headers, encode_json
+from headrace.server.http import Exchange, Headers, encode_json, json_pieces
 from headrace.server.notes import OutputLimit, noted_fields
 from headrace.server.openai.fields import AskedGrammar
 from headrace.server.openai.protocol import GenerationRequest
@@ -203,10 +203,6 @@ class OpenAIServingBase(ABC, Generic[R, G]):
     def choice(self, generation: G, update: SampleUpdate) -> dict[str, object]:
         """Of a reply that does not stream."""
 
-    def choice_pieces(self, generation: G, update: SampleUpdate) -> Iterator[bytes]:
-        """`choice` as JSON, in pieces if it may be long."""
-        yield encode_json(self.choice(generation, update))
-
     def ending(self, generation: G, updates: list[SampleUpdate], usage: Usage) -> dict[str, object]:
         """The fields of a reply after its choices, which have been made."""
         return {"usage": usage}
@@ -252,9 +248,11 @@ class OpenAIServingBase(ABC, Generic[R, G]):
         before = encode_json(generation.head(self.object_name))[:-1] + b',"choices":['
         for update in updates:
             yield before
-            yield from self.choice_pieces(generation, update)
+            yield from json_pieces(self.choice(generation, update))
             before = b","
-        yield b"]," + encode_json(self.ending(generation, updates, usage))[1:]
+        ending = json_pieces(self.ending(generation, updates, usage))
+        yield b"]," + next(ending)[1:]
+        yield from ending
 
     async def _stream(self, exchange: Exchange, generation: G, renamed: Callable[[RequestError], RequestError]) -> None:
         writer = self.chunk_writer(generation)

@@ -2,12 +2,12 @@
 tokenizes and reads the output. Runs in the event loop that serves HTTP.
 """
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.frontend.sample_update import SampleLogprobs, SampleUpdate, TokenLogprobs
+from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.slots import slot_of
 from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.server.chat.calls import ChatCall, chat_call
@@ -15,7 +15,7 @@ from headrace.server.chat.choice_stream import ChoiceStream, FoldedReply, fold
 from headrace.server.chat.conversation import Conversation, refused, unsupported
 from headrace.server.chat.custom_tools import InputReader, input_of
 from headrace.server.context import Asker
-from headrace.server.http import encode_json
+from headrace.server.http import LongList, encode_json
 from headrace.server.openai.base import (
     NOT_ENDED,
     ChunkWriter,
@@ -26,7 +26,7 @@ from headrace.server.openai.base import (
 )
 from headrace.server.openai.chat_request import asked_thinking, conversation_of, predicted_text
 from headrace.server.openai.fields import check_num_logprobs
-from headrace.server.openai.logprobs import chat_logprobs, new_logprobs, prompt_logprobs
+from headrace.server.openai.logprobs import chat_logprobs, new_places, prompt_logprobs
 from headrace.server.openai.protocol import AS_MANY_AS_FIT, ChatCompletionRequest, refuse_unsupported
 
 
@@ -47,11 +47,10 @@ class ChatGeneration(Generation[ChatCompletionRequest]):
             choice = self.choices[update.index] = self.chat.choice()
         return choice.push(update)
 
-    def logprobs(self, update: SampleUpdate) -> dict[str, list[dict[str, object]] | None]:
-        tokens, alternatives = new_logprobs(update, self.request)
+    def logprobs(self, update: SampleUpdate) -> dict[str, LongList | None]:
         as_id = bool(self.request.return_tokens_as_token_ids)
-        content = chat_logprobs(self.chat.context.model.tokenizer, tokens, alternatives, as_id)
-        return {"content": content, "refusal": None}
+        content = chat_logprobs(self.chat.context.model.tokenizer, new_places(update, self.request), as_id)
+        return {"content": LongList(content), "refusal": None}
 
     def ending(self, update: SampleUpdate) -> dict[str, str | int | None]:
         """See Generation; after the events of the update."""
@@ -119,21 +118,6 @@ class ChatServing(OpenAIServingBase[ChatCompletionRequest, ChatGeneration]):
         details = usage.completion_tokens_details or CompletionTokensDetails()
         details = msgspec.structs.replace(details, reasoning_tokens=count)
         return msgspec.structs.replace(usage, completion_tokens_details=details)
-
-    def choice_pieces(self, generation: ChatGeneration, update: SampleUpdate) -> Iterator[bytes]:
-        """Without the whole of its logprobs in memory."""
-        without = self.choice(generation, msgspec.structs.replace(update, logprobs=None))
-        if not generation.request.logprobs or update.logprobs is None:
-            yield encode_json(without)
-            return
-        del without["logprobs"]
-        before = encode_json(without)[:-1] + b',"logprobs":{"refusal":null,"content":['
-        for part in update.logprobs.output.parts():
-            logprobs = SampleLogprobs(TokenLogprobs(), part)
-            content = generation.logprobs(msgspec.structs.replace(update, logprobs=logprobs))["content"]
-            yield before + encode_json(content)[1:-1]
-            before = b","
-        yield (b"" if before == b"," else before) + b"]}}"
 
     def choice(self, generation: ChatGeneration, update: SampleUpdate) -> dict[str, object]:
         request = generation.request
@@ -215,8 +199,8 @@ class ChatChunks(ChunkWriter):
                 return frames
         deltas = self._deltas(index, self.generation.events(update), update.finish is not None)
         logprobs = b"null"
-        if self.request.wants_logprobs and (shown := self.generation.logprobs(update))["content"]:
-            logprobs = encode_json(shown)
+        if self.request.wants_logprobs and update.logprobs is not None and update.logprobs.output:
+            logprobs = encode_json(self.generation.logprobs(update))
         if not deltas and (logprobs != b"null" or (self.wants_ids and bool(update.ids))):
             deltas = [b'{"content":"","reasoning_content":null}']
         if not deltas:

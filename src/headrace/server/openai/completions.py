@@ -22,7 +22,7 @@ from headrace.server.infill import middle_of, stopping
 from headrace.server.notes import OutputLimit
 from headrace.server.openai.base import NOT_ENDED, ChunkWriter, Generation, OpenAIServingBase
 from headrace.server.openai.fields import AskedGrammar, check_num_logprobs
-from headrace.server.openai.logprobs import LegacyLogprobs, new_logprobs, prompt_logprobs
+from headrace.server.openai.logprobs import LegacyLogprobs, new_places, prompt_logprobs
 from headrace.server.openai.protocol import AS_MANY_AS_FIT, CompletionRequest
 from headrace.text.tokenizers import Tokenizer
 
@@ -62,11 +62,13 @@ class CompletionGeneration(Generation[CompletionRequest]):
                 prompt = self._prompt_text(update.index)
                 text = prompt + text
                 if logprobs is not None:
-                    logprobs.add_prompt(update, len(prompt), request.num_top_logprobs)
+                    assert update.logprobs is not None, "they were requested"
+                    logprobs.add_prompt(update.logprobs.prompt, len(prompt), request.num_top_logprobs)
         choice.length += len(text)
         if choice.logprobs is None:
             return text, None
-        choice.logprobs.add(*new_logprobs(update, request))
+        assert update.logprobs is not None, "they were requested"
+        choice.logprobs.add(update.logprobs.output, new_places(update, request))
         return text, choice.logprobs.take(None if update.finish is None else choice.length)
 
     def _prompt_text(self, index: int) -> str:

@@ -11,14 +11,13 @@ from headrace.errors import RequestError
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.requests import EmbeddingReqInput
 from headrace.server.context import ServingContext
-from headrace.server.http import Exchange
+from headrace.server.http import Exchange, LongList, json_pieces
 from headrace.server.pooling.calls import check_num_numbers, results_of
 from headrace.server.pooling.protocol import (
     GivenInput,
     PooledRequest,
     check_normalize,
     given_input,
-    object_pieces,
     pooling_of,
     renamed,
     usage_of,
@@ -68,4 +67,4 @@ def _reply(context: ServingContext, request: EmbeddingRequest, updates: list[Sam
         EmbeddingItem("embedding", index, vector_json(update.pooled or b"", as_base64))
         for index, update in enumerate(updates)
     )
-    return object_pieces(head, "data", items, {"usage": usage_of(context, updates)})
+    return json_pieces(head | {"data": LongList(items), "usage": usage_of(context, updates)})

@@ -1,11 +1,16 @@
 """Logprobs of tokens, in every shape in which OpenAI's routes show them. Pure functions; any thread."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
-from headrace.frontend.sample_update import LogprobItem, LogprobRow, SampleUpdate
+from headrace.frontend.sample_update import LogprobItem, SampleUpdate, TokenLogprobs
+from headrace.server.http import LongList
 from headrace.server.openai.protocol import GenerationRequest
 from headrace.text.incremental import IncrementalDecoder
 from headrace.text.tokenizers import Tokenizer
+
+Place = tuple[LogprobItem, list[LogprobItem]]
+"""A token, and its alternatives: none if none were requested."""
 
 _UNKNOWN = "\ufffd"
 """What is decoded where bytes are no text."""
@@ -48,26 +53,28 @@ def finite_logprob(value: float | None) -> float:
     return -9999.0 if value is None or value < -9999.0 or value != value else value
 
 
-def chat_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[LogprobItem], alternatives: Sequence[LogprobRow], as_id: bool = False
-) -> list[dict[str, object]]:
-    """Tokens of a text, each with the alternatives in its place, if there are any."""
-    return [
-        token_logprob(tokenizer, token, as_id)
-        | {"top_logprobs": [token_logprob(tokenizer, other, as_id) for other in row or ()]}
-        for token, row in zip(tokens, alternatives or [None] * len(tokens), strict=True)
-    ]
+def chat_logprobs(tokenizer: Tokenizer, places: Iterable[Place], as_id: bool = False) -> Iterator[dict[str, object]]:
+    for token, others in places:
+        top = [token_logprob(tokenizer, other, as_id) for other in others]
+        yield token_logprob(tokenizer, token, as_id) | {"top_logprobs": top}
 
 
-def new_logprobs(update: SampleUpdate, request: GenerationRequest) -> tuple[list[LogprobItem], list[list[LogprobItem]]]:
-    """The logprobs of the tokens that an update adds, and for each the most likely alternatives (empty if none were requested), or in place of
-    these the requested ids."""
+def places_of(logprobs: TokenLogprobs, num_top: int | None = None, has_picked: bool = False) -> Iterator[Place]:
+    """The tokens of a list, which is unpacked a part at a time. num_top: of the most likely alternatives, if there are more. has_picked: the
+    requested ids in place of these."""
+    for part in logprobs.parts():
+        rows = (part.picked if has_picked else part.top) or [None] * len(part)
+        for token, row in zip(part.tokens, rows, strict=True):
+            yield token, (row or [])[:num_top]
+
+
+def new_places(update: SampleUpdate, request: GenerationRequest) -> Iterator[Place]:
+    """The tokens that an update adds, as a request wants to see them."""
     assert update.logprobs is not None, "they were requested"
-    output = update.logprobs.output
     if request.logprob_token_ids:
-        return output.tokens, [row or [] for row in output.picked or ()]
+        return places_of(update.logprobs.output, has_picked=True)
     # There may be more alternatives, which belong to the prompt's logprobs.
-    return output.tokens, [(row or [])[: request.num_top_logprobs] for row in output.top or ()]
+    return places_of(update.logprobs.output, request.num_top_logprobs)
 
 
 class LegacyLogprobs:
@@ -87,73 +94,69 @@ class LegacyLogprobs:
         self._length = 0
         self.tokens: list[str] = []
         self._values: list[float | None] = []
-        self._tops: list[dict[str, float] | None] = []
+        self._tops: list[Iterator[dict[str, float] | None]] = []
         self._offsets: list[int] = []
 
-    def add_prompt(self, update: SampleUpdate, length: int, num_top: int) -> None:
+    def add_prompt(self, logprobs: TokenLogprobs, length: int, num_top: int) -> None:
         """The prompt's tokens; `length` characters of the choice's text are the prompt. num_top: alternatives of each."""
-        assert update.logprobs is not None, "they were requested"
-        entries = update.logprobs.prompt.tokens
-        tops = [None if top is None else top[:num_top] for top in update.logprobs.prompt.top or ()]
-        self.add(entries, tops, first_is_unknown=True)
+        ids = self.add(logprobs, places_of(logprobs, num_top), begins=True)
         self._offsets = [min(offset, length) for offset in self._offsets]
-        ids = [token_id for _, token_id, _ in entries]
         self._decoder = IncrementalDecoder(self._tokenizer, skip_special_tokens=self._skip, context_ids=ids)
         self._length = length
 
-    def add(
-        self,
-        entries: Iterable[LogprobItem],
-        alternatives: Sequence[Sequence[LogprobItem] | None] | None,
-        first_is_unknown: bool = False,
-    ) -> None:
+    def add(self, logprobs: TokenLogprobs, places: Iterable[Place], begins: bool = False) -> list[int]:
+        """More tokens. places: the same with their alternatives, looked at when these are written. begins: the first may have no logprob.
+        Returns their ids."""
+        entries = logprobs.tokens
         for position, (value, token_id, text) in enumerate(entries):
-            shown = token_text(self._tokenizer, token_id, text, self._as_ids)
-            unknown = first_is_unknown and position == 0 and value is None
-            self.tokens.append(shown)
-            self._values.append(None if unknown else finite_logprob(value))
+            is_unknown = begins and position == 0 and value is None
+            self.tokens.append(token_text(self._tokenizer, token_id, text, self._as_ids))
+            self._values.append(None if is_unknown else finite_logprob(value))
             self._offsets.append(self._length)
             self._length += len(self._decoder.push(token_id))
-            if unknown:
-                self._tops.append(None)
-                continue
-            top = {shown: finite_logprob(value)}
-            for top_value, top_id, top_text in (alternatives[position] if alternatives else None) or ():
-                top.setdefault(token_text(self._tokenizer, top_id, top_text, self._as_ids), finite_logprob(top_value))
-            self._tops.append(top)
+        self._tops.append(self._top(places, begins))
+        return [token_id for _, token_id, _ in entries]
 
     def take(self, length: int | None) -> dict[str, object]:
         """What was added since the last call. length: of the whole text if it is final; trimmed tokens end there."""
-        result = {
+        result: dict[str, object] = {
             "tokens": self.tokens,
             "token_logprobs": self._values,
-            "top_logprobs": self._tops,
+            "top_logprobs": LongList(chain(*self._tops)),
             "text_offset": self._offsets if length is None else [min(offset, length) for offset in self._offsets],
         }
         self.tokens, self._values, self._tops, self._offsets = [], [], [], []
         return result
 
+    def _top(self, places: Iterable[Place], begins: bool) -> Iterator[dict[str, float] | None]:
+        for position, (token, others) in enumerate(places):
+            if begins and position == 0 and token[0] is None:
+                yield None
+                continue
+            top: dict[str, float] = {}
+            for value, token_id, text in (token, *others):
+                top.setdefault(token_text(self._tokenizer, token_id, text, self._as_ids), finite_logprob(value))
+            yield top
 
-def prompt_logprobs(tokenizer: Tokenizer, request: GenerationRequest, update: SampleUpdate) -> list[object]:
+
+def prompt_logprobs(tokenizer: Tokenizer, request: GenerationRequest, update: SampleUpdate) -> LongList:
     """For each prompt token null (the first) or an object: token id -> {logprob, rank, decoded_token}.
 
     The token itself is always there, beside the `prompt_logprobs` most likely ones. rank: 1 = the most likely; null for a token that
     is not among them.
     """
     assert update.logprobs is not None, "they were requested"
-    prompt = update.logprobs.prompt
-    tops = prompt.top or []
-    rows: list[object] = []
-    for position, token in enumerate(prompt.tokens):
+    return LongList(_ranked(tokenizer, places_of(update.logprobs.prompt, request.prompt_logprobs)))
+
+
+def _ranked(tokenizer: Tokenizer, places: Iterable[Place]) -> Iterator[dict[str, object] | None]:
+    for token, best in places:
         if token[0] is None:
-            rows.append(None)
+            yield None
             continue
-        best = (tops[position] if position < len(tops) else None) or []
-        ranked = [*enumerate(best[: request.prompt_logprobs], start=1), (None, token)]
         entries: dict[str, object] = {}
-        for rank, (value, token_id, text) in ranked:
+        for rank, (value, token_id, text) in [*enumerate(best, start=1), (None, token)]:
             decoded = _decoded(tokenizer, token_id, text)
             shown = {"logprob": finite_logprob(value), "rank": rank, "decoded_token": decoded}
             entries.setdefault(str(token_id), shown)
-        rows.append(entries)
-    return rows
+        yield entries

@@ -5,7 +5,6 @@ Runs in the event loop that serves HTTP. `/v1/embeddings` is in `server/openai/`
 
 import uuid
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,14 +15,13 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.packing import unpack_float32
 from headrace.messages.requests import EmbeddingReqInput
 from headrace.server.chat.conversation import unsupported
-from headrace.server.http import Exchange, encode_json
+from headrace.server.http import Exchange, LongList, json_pieces
 from headrace.server.pooling.calls import embedded
 from headrace.server.pooling.protocol import (
     GivenInput,
     PooledRequest,
     check_normalize,
     given_input,
-    list_pieces,
     normalized,
     pooling_of,
     scores_pairs,
@@ -106,7 +104,7 @@ async def tei(exchange: Exchange) -> None:
         lengths_are_one = pooling.normalize or request.normalize is False
         vectors = (update.pooled or b"" for update in updates)
         items = (vector_json(vector if lengths_are_one else normalized(vector)) for vector in vectors)
-        await exchange.reply_in_pieces(list_pieces(items), made_of=updates)
+        await exchange.reply_in_pieces(json_pieces(LongList(items)), made_of=updates)
 
 
 async def cohere(version: Literal["1", "2"], exchange: Exchange) -> None:
@@ -199,14 +197,8 @@ def _cohere_pieces(
     head: dict[str, object], updates: Sequence[SampleUpdate], types: Sequence[CohereType], is_plain: bool
 ) -> Iterator[bytes]:
     """The reply: the fields of `head`, then the vectors. is_plain: as a list instead of a list for each type."""
-    begin = encode_json(head)[:-1] + b',"embeddings":'
-    if is_plain:
-        return list_pieces(_in_type("float", updates), begin + b"[", b"]}")
-    lists = [
-        list_pieces(_in_type(name, updates), (b"," if place else begin + b"{") + encode_json(name) + b":[")
-        for place, name in enumerate(types)
-    ]
-    return chain(*lists, [b"}}"])
+    lists = {name: LongList(_in_type(name, updates)) for name in types}
+    return json_pieces(head | {"embeddings": LongList(_in_type("float", updates)) if is_plain else lists})
 
 
 def _in_type(name: CohereType, updates: Sequence[SampleUpdate]) -> Iterator[object]:

@@ -17,14 +17,12 @@ from headrace.frontend.native_answer import pooled_answer
 from headrace.frontend.sample_update import SampleUpdate
 from headrace.messages.packing import unpack_float32
 from headrace.messages.requests import EmbeddingReqInput
-from headrace.server.http import Exchange
+from headrace.server.http import Exchange, LongList, json_pieces
 from headrace.server.pooling.calls import check_num_numbers, results_of
 from headrace.server.pooling.protocol import (
     GivenInput,
     PooledRequest,
     given_input,
-    list_pieces,
-    object_pieces,
     pooling_of,
     renamed,
     sigmoid,
@@ -75,8 +73,8 @@ async def _reply_natively(exchange: Exchange, call: EmbeddingReqInput) -> None:
     async with exchange.until_client_leaves():
         updates = await results_of(exchange, call, partial=True)
         answers = (pooled_answer(msgspec.structs.replace(update, index=index)) for index, update in enumerate(updates))
-        begin, end = (b"[", b"]") if updates[0].is_listed else (b"", b"")
-        await exchange.reply_in_pieces(list_pieces(answers, begin, end), made_of=updates)
+        reply = LongList(answers) if updates[0].is_listed else next(answers)
+        await exchange.reply_in_pieces(json_pieces(reply), made_of=updates)
 
 
 async def classify(exchange: Exchange) -> None:
@@ -113,8 +111,8 @@ async def classify(exchange: Exchange) -> None:
             }
             kind = "none" if request.use_activation is False else pooling.activation
             items = (_classified(index, update, pooling, kind) for index, update in enumerate(updates))
-            tail: dict[str, object] = {"usage": usage_of(context, updates)}
-            await exchange.reply_in_pieces(object_pieces(head, "data", items, tail))
+            reply = head | {"data": LongList(items), "usage": usage_of(context, updates)}
+            await exchange.reply_in_pieces(json_pieces(reply))
     except RequestError as error:
         raise renamed(error, "input") from None
 

@@ -8,7 +8,7 @@ import math
 import re
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,7 +20,7 @@ from headrace.frontend.sample_update import SampleUpdate
 from headrace.frontend.tokenize import WRONG_KIND
 from headrace.messages.packing import unpack_float32
 from headrace.server.context import ServedModel, ServingContext
-from headrace.server.http import PIECE_BYTES, Exchange, encode_json
+from headrace.server.http import Exchange
 from headrace.server.openai.base import PromptTokensDetails
 
 _CANNOT = {
@@ -183,30 +183,6 @@ def normalized(pooled: bytes) -> bytes:
     if sys.byteorder == "big":
         unit.byteswap()
     return unit.tobytes()
-
-
-def object_pieces(
-    head: dict[str, object], name: str, items: Iterator[object], tail: dict[str, object]
-) -> Iterator[bytes]:
-    """An object of JSON as pieces: the fields of `head`, then the list `items` as the field `name`, then those of `tail`."""
-    begin = encode_json(head)[:-1] + (b"," if head else b"")
-    rest = encode_json(tail)[1:]
-    end = b"]" + (b"," if tail else b"") + rest
-    return list_pieces(items, begin + encode_json(name) + b":[", end)
-
-
-def list_pieces(items: Iterator[object], begin: bytes = b"[", end: bytes = b"]") -> Iterator[bytes]:
-    """A list of JSON as pieces, between `begin` and `end`."""
-    parts, size, separator = [begin], 0, b""
-    for item in items:
-        part = encode_json(item)
-        parts += [separator, part]
-        size += len(part)
-        separator = b","
-        if size >= PIECE_BYTES:
-            yield b"".join(parts)
-            parts, size = [], 0
-    yield b"".join([*parts, end])
 
 
 def sigmoid(logit: float) -> float:

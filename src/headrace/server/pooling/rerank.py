@@ -14,10 +14,10 @@ from msgspec import Meta
 from headrace.errors import RequestError
 from headrace.server.chat.conversation import unsupported
 from headrace.server.context import Asker
-from headrace.server.http import Exchange
+from headrace.server.http import Exchange, LongList, json_pieces
 from headrace.server.pooling.calls import check_num_inputs
 from headrace.server.pooling.pairs import PairRequest, score_pairs
-from headrace.server.pooling.protocol import PooledUsage, list_pieces, object_pieces
+from headrace.server.pooling.protocol import PooledUsage
 
 
 class RerankRequest(PairRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,12 +64,12 @@ async def rerank(exchange: Exchange) -> None:
     async with exchange.until_client_leaves():
         found = await ranked(exchange, request, rid)
         if request.texts is not None:
-            await exchange.reply_in_pieces(list_pieces(found.in_tei()))
+            await exchange.reply_in_pieces(json_pieces(LongList(found.in_tei())))
             return
         head: dict[str, object] = {"id": rid, "model": exchange.context.shown_model(request.model)}
         tokens = {"input_tokens": found.usage.prompt_tokens, "output_tokens": 0}
-        tail: dict[str, object] = {"usage": found.usage, "meta": {"tokens": tokens}}
-        await exchange.reply_in_pieces(object_pieces(head, "results", found.results(), tail))
+        body = {"results": LongList(found.results()), "usage": found.usage, "meta": {"tokens": tokens}}
+        await exchange.reply_in_pieces(json_pieces(head | body))
 
 
 @dataclass(frozen=True, slots=True)

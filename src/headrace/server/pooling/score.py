@@ -17,12 +17,11 @@ from msgspec import Meta
 from headrace.errors import RequestError
 from headrace.messages.requests import EmbeddingReqInput
 from headrace.server.context import Asker
-from headrace.server.http import Exchange
+from headrace.server.http import Exchange, LongList, json_pieces
 from headrace.server.pooling.calls import ID_SIZE, check_num_inputs, results_of
 from headrace.server.pooling.pairs import PairRequest, next_tokens, picked_logprobs, score_pairs
 from headrace.server.pooling.protocol import (
     PooledUsage,
-    object_pieces,
     renamed,
     softmax,
     usage_of,
@@ -76,15 +75,15 @@ async def score(exchange: Exchange) -> None:
     async with exchange.until_client_leaves():
         if wants_labels:
             labels, usage = await label_scores(exchange, request, rid)
-            tail = {"model": exchange.context.shown_model(request.model), "usage": usage, "object": "scoring"}
-            pieces = object_pieces({}, "scores", iter(labels), tail)
+            model = exchange.context.shown_model(request.model)
+            reply = {"scores": LongList(labels), "model": model, "usage": usage, "object": "scoring"}
         else:
             scores, usage = await text_scores(exchange, request, rid)
             items = (Score(index, "score", score) for index, score in enumerate(scores))
             model = exchange.context.shown_model(request.model)
             head = {"id": rid, "object": "list", "created": int(time.time()), "model": model}
-            pieces = object_pieces(head, "data", items, {"usage": usage})
-        await exchange.reply_in_pieces(pieces)
+            reply = head | {"data": LongList(items), "usage": usage}
+        await exchange.reply_in_pieces(json_pieces(reply))
 
 
 def asks_for_labels(request: ScoreRequest) -> bool:

@@ -16,8 +16,8 @@ from headrace.parsers.base import Arguments, Event, Reasoning, Text, ToolCall
 from headrace.server.chat.calls import ChatCall
 from headrace.server.chat.custom_tools import InputReader
 from headrace.server.error_forms import ApiError
-from headrace.server.http import describe_error, encode_json
-from headrace.server.openai.logprobs import chat_logprobs
+from headrace.server.http import LongList, describe_error, encode_json
+from headrace.server.openai.logprobs import chat_logprobs, places_of
 from headrace.server.responses.protocol import ReasoningOptions, ResponsesRequest, TextFormat
 from headrace.server.responses.request import CalledTool, OfferedTools, is_server_run
 
@@ -109,7 +109,7 @@ class _Message(_OpenItem):
     has_logprobs = True
 
     def part(self) -> Fields:
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": LongList(self.logprobs)}
 
     def done(self) -> Fields:
         return {"text": self.text, "logprobs": self.logprobs}
@@ -367,10 +367,8 @@ class ResponseReply:
 
     def _logprobs(self, update: SampleUpdate) -> list[Fields]:
         assert update.logprobs is not None, "they were requested"
-        output, count = update.logprobs.output, self._request.top_logprobs or 0
-        return chat_logprobs(
-            self._context.model.tokenizer, output.tokens, [(row or [])[:count] for row in output.top or ()]
-        )
+        places = places_of(update.logprobs.output, self._request.top_logprobs or 0)
+        return [*chat_logprobs(self._context.model.tokenizer, places)]
 
 
 def _fixed_fields(request: ResponsesRequest, response_id: str, model: str, is_stored: bool) -> Fields:

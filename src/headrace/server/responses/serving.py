@@ -12,7 +12,7 @@ from headrace.errors import ContextLengthError, NotFoundError, RequestError
 from headrace.server.chat.calls import chat_call
 from headrace.server.chat.conversation import refused, unsupported
 from headrace.server.context import ServingContext
-from headrace.server.http import Exchange, Headers, encode_json
+from headrace.server.http import Exchange, Headers, json_pieces
 from headrace.server.notes import noted_fields, skipped_tools
 from headrace.server.responses.items import Item
 from headrace.server.responses.protocol import ResponsesRequest, noted_in, refuse_unsupported
@@ -108,13 +108,14 @@ class ResponsesAPI:
                 headers=headers,
             )
             return
-        size = 0
-        for update in await exchange.all_of(chat.updates(exchange)):
+        updates = await exchange.all_of(chat.updates(exchange))
+        size = sum(update.num_bytes for update in updates)
+        for update in updates:
             update.raise_failure()
-            size += update.num_bytes
             await self.context.written(partial(reply.push, update), size)
-        end()
-        await exchange.reply(await self.context.written(lambda: encode_json(reply.response()), size), headers=headers())
+        await self.context.written(end, size)
+        async with exchange.until_client_leaves():
+            await exchange.reply_in_pieces(json_pieces(reply.response()), headers(), updates)
 
     async def get(self, exchange: Exchange) -> None:
         query = exchange.read_query(GetQuery)

@@ -2,9 +2,10 @@
 
 Owns how many are kept: at most `--max-stored-responses`, and at most MAX_STORED_BYTES. What is kept may go, so one tenant alone (see
 `headrace.turns`) may have all: when there is no room, the oldest response goes of the tenant that has the largest part of either. They are kept as
-JSON, so that the bound is one of memory. Used in the event loop that serves HTTP only.
+JSON, so that the bound is one of memory. Used from any thread.
 """
 
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -66,6 +67,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._owners: dict[str, dict[str, StoredResponse]] = {}
         self._held: dict[str, _Held] = {}
+        self._lock = threading.Lock()  # of what changes them
 
     def __len__(self) -> int:
         return sum(len(held.responses) for held in self._held.values())
@@ -97,28 +99,29 @@ class ResponseStore:
         num_bytes = len(made) + len(given) + len(all_of_it) + (before.num_bytes if before is not None else 0)
         if num_bytes > self._max_bytes or not self.max_responses:
             return
-        while len(self) >= self.max_responses or self._num_bytes + num_bytes > self._max_bytes:
-            self._drop(*next(iter(max(self._held.values(), key=self._part).responses)))
         ids = frozenset(item_id for item in (*own, *output) if isinstance(item_id := item.get("id"), str))
         earlier = before.parts if before is not None else ()
         response_id = str(response["id"])
-        self._owners.setdefault(owner, {})[response_id] = StoredResponse(
-            tenant, all_of_it, earlier, given, made, ids, num_bytes
-        )
-        held = self._held.setdefault(tenant, _Held())
-        held.responses[owner, response_id] = None
-        held.num_bytes += num_bytes
+        kept = StoredResponse(tenant, all_of_it, earlier, given, made, ids, num_bytes)
+        with self._lock:
+            while len(self) >= self.max_responses or self._num_bytes + num_bytes > self._max_bytes:
+                self._drop(*next(iter(max(self._held.values(), key=self._part).responses)))
+            self._owners.setdefault(owner, {})[response_id] = kept
+            held = self._held.setdefault(tenant, _Held())
+            held.responses[owner, response_id] = None
+            held.num_bytes += num_bytes
 
     def delete(self, owner: str, response_id: str) -> None:
         """Forget a response. Those that continue it keep its items. Raises NotFoundError."""
-        self.get(owner, response_id)
-        self._drop(owner, response_id)
+        with self._lock:
+            self.get(owner, response_id)
+            self._drop(owner, response_id)
 
     def items_of(self, owner: str, ids: Collection[str]) -> dict[str, Item]:
         """The items of an owner's responses with these ids; those that are not there are left out."""
         found: dict[str, Item] = {}
         wanted = frozenset(ids)
-        for response in self._owners.get(owner, {}).values():
+        for response in [*self._owners.get(owner, {}).values()]:
             if not wanted.isdisjoint(response.item_ids):
                 for item in _ITEMS.decode(response.own) + _ITEMS.decode(response.output):
                     item_id = item.get("id")
