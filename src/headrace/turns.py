@@ -1,4 +1,4 @@
-"""Turns and shares: who is next where work waits, and how much one may hold of what cannot be taken back.
+"""Turns and shares: who is next where work waits, and how much one may hold of what cannot be taken back, and keep of what can.
 
 A tenant is a name for turns alone (`frontend.tenants.Caller.turn`): nothing is owned by it. The empty one is the operator and the server itself,
 which are outside all shares. Owns the threads in which work takes turns, and the order in which requests begin. Does not know what the work is:
@@ -6,6 +6,7 @@ a thread may as well ask a child process to do it.
 """
 
 import asyncio
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -14,11 +15,13 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from headrace.errors import CapacityError, RequestError
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 OWN_PER_FREE = 4
 """A tenant that is alone may hold four fifths."""
@@ -115,6 +118,80 @@ class Shares:
 
     def _counted(self, of_item: int) -> int:
         return max(0, of_item - self.always)
+
+
+@dataclass(slots=True)
+class _Part(Generic[K]):
+    """What is kept of a tenant: sizes, the oldest first."""
+
+    sizes: dict[K, int] = field(default_factory=dict)
+    total: int = 0
+
+
+class Kept(Generic[K, V]):
+    """What is kept as long as there is room, so a tenant that is alone may have all of it. Where there is none, the oldest goes of the tenant that
+    has the largest part, of the sizes or of the number, what is new included. Not locked.
+
+    max_size: of all, in any unit.
+    """
+
+    def __init__(self, max_size: int, max_items: int = sys.maxsize) -> None:
+        self.size = 0
+        self._max_size = max_size
+        self._max_items = max_items
+        self._values: dict[K, tuple[V, str]] = {}
+        self._parts: dict[str, _Part[K]] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def items(self) -> list[tuple[K, V]]:
+        return [(key, value) for key, (value, _) in [*self._values.items()]]
+
+    def get(self, key: K) -> V | None:
+        found = self._values.get(key)
+        return None if found is None else found[0]
+
+    def use(self, key: K) -> V | None:
+        """`get`; it becomes the newest of its tenant."""
+        if (found := self._values.get(key)) is None:
+            return None
+        sizes = self._parts[found[1]].sizes
+        sizes[key] = sizes.pop(key)
+        return found[0]
+
+    def put(self, key: K, value: V, size: int, tenant: str) -> int:
+        """Keep a value, in place of another of this key, unless it is larger than all that may be kept. Returns the size of what goes."""
+        gone = self.drop(key)
+        if size > self._max_size or not self._max_items:
+            return gone + size
+        while len(self) >= self._max_items or self.size + size > self._max_size:
+            most = max(self._parts, key=lambda name: self._part(name, size if name == tenant else None))
+            gone += self.drop(next(iter(self._parts[most].sizes)))
+        self._values[key] = value, tenant
+        part = self._parts.setdefault(tenant, _Part())
+        part.sizes[key] = size
+        part.total += size
+        self.size += size
+        return gone
+
+    def drop(self, key: K) -> int:
+        """Returns its size; 0 if it is not there."""
+        if key not in self._values:
+            return 0
+        _, tenant = self._values.pop(key)
+        part = self._parts[tenant]
+        size = part.sizes.pop(key)
+        part.total -= size
+        self.size -= size
+        if not part.sizes:
+            del self._parts[tenant]
+        return size
+
+    def _part(self, tenant: str, more: int | None) -> float:
+        """What a tenant has, with one more value of this size."""
+        part, is_more = self._parts[tenant], more is not None
+        return max((len(part.sizes) + is_more) / self._max_items, (part.total + (more or 0)) / max(1, self._max_size))
 
 
 class _Work(Future[Any]):

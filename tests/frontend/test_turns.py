@@ -16,6 +16,7 @@ from headrace.turns import (
     ROUND_S,
     Asked,
     Beginnings,
+    Kept,
     Shares,
     Turns,
     is_large,
@@ -282,6 +283,37 @@ def test_what_is_never_refused_takes_no_room():
     shares.give_back("a", 10)
     shares.give_back("b", 800)
     assert shares.held == 0
+
+
+def kept(max_size: int, *values: tuple[str, str, int], max_items: int = 1000) -> Kept[str, None]:
+    """Of (key, tenant, size)."""
+    made: Kept[str, None] = Kept(max_size, max_items)
+    for key, tenant, size in values:
+        made.put(key, None, size, tenant)
+    return made
+
+
+def keys(found: Kept[str, None]) -> str:
+    return "".join(sorted(key for key, _ in found.items()))
+
+
+def test_a_tenant_that_is_alone_keeps_all_and_then_its_oldest_goes():
+    found = kept(10, ("a", "me", 4), ("b", "me", 4))
+    assert found.put("c", None, 11, "me") == 11, "larger than all that may be kept"
+    assert (keys(found), found.size) == ("ab", 8)
+    found.use("a")
+    assert found.put("d", None, 6, "me") == 4
+    assert (keys(found), found.size) == ("ad", 10)
+    assert found.put("d", None, 5, "me") == 6, "it is replaced"
+    assert (found.drop("a"), found.drop("a"), found.size, len(found)) == (4, 0, 5, 1)
+    assert keys(kept(10, ("a", "me", 0), max_items=0)) == ""
+
+
+def test_the_tenant_that_keeps_the_most_makes_room():
+    many = [(str(number), "many", 1) for number in range(9)]
+    assert keys(kept(10, ("a", "few", 1), *many, ("x", "few", 3))) == "345678ax"
+    assert keys(kept(100, ("a", "few", 60), *many, max_items=5)) == "5678a"
+    assert keys(kept(12, ("a", "one", 6), ("b", "two", 5), ("c", "two", 2))) == "ac", "with what is new"
 
 
 async def test_alone_a_request_begins_at_once_and_hundreds_in_their_order():

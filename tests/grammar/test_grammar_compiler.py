@@ -170,6 +170,16 @@ def test_the_cache_has_a_limit_in_bytes_and_forgets_what_was_not_used_for_longes
     assert compiler.stats().num_compiled == before + 1
 
 
+def test_the_many_grammars_of_one_tenant_do_not_evict_that_of_another(make):
+    compiler = make(cache_bytes=500_000)
+    long = "b" * (SHARED_CHARACTERS + 1)
+    mine = result(compiler.compile(spec(long), "b"))
+    for index in range(8):
+        result(compiler.compile(spec(f"{long}{index}"), "a"))
+    assert compiler.stats().num_cached < 9
+    assert result(compiler.compile(spec(long), "b")) is mine
+
+
 def test_what_is_larger_than_the_cache_is_served_but_not_remembered(make):
     compiler = make(cache_bytes=1000)
     for _ in range(2):

@@ -20,7 +20,7 @@ from headrace.multimodal import sources
 from headrace.multimodal.limits import MediaRefusedError, png_pixels
 from headrace.multimodal.loader import MediaLoader, make_loader
 from headrace.multimodal.media_messages import Done, ImageJob
-from headrace.multimodal.prepared_cache import PreparedCache, RecentRefusals
+from headrace.multimodal.shared_work import RecentRefusals
 from headrace.multimodal.sources import FileLimit, inline_bytes
 from headrace.turns import work_for
 
@@ -371,15 +371,3 @@ async def test_what_is_loaded_when_the_server_stops_fails(slow):
     for result in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(result, ExecutionError | CapacityError)
         assert result.message == "the server is stopping"
-
-
-def test_the_cache_keeps_what_was_used_last():
-    cache: PreparedCache[bytes] = PreparedCache(10, len)
-    for key, size in ((b"a", 4), (b"b", 4), (b"c", 11)):
-        cache.put(key, bytes(size))
-    assert (len(cache), cache.num_bytes, cache.get(b"c")) == (2, 8, None)
-    assert cache.get(b"a") is not None
-    cache.put(b"d", bytes(6))
-    assert (cache.get(b"b"), cache.num_bytes) == (None, 10)
-    cache.put(b"d", bytes(6))
-    assert cache.num_bytes == 10

@@ -24,7 +24,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     )
     keys.chmod(0o600)
     options = {"api_key": "user-key-1234567", "admin_api_key": "admin-key-1234567", "api_key_file": str(keys)}
-    with running_server(fake_context_length=4096, max_stored_responses=3, **options) as server:
+    with running_server(fake_context_length=4096, max_stored_responses=16, **options) as server:
         yield server
 
 

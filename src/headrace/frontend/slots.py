@@ -5,7 +5,6 @@ is to load or compute its KV, and to look for it as the next request will. Lives
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from headrace.frontend.tenants import ANONYMOUS, Caller
 from headrace.messages.packing import pack_int32, unpack_int32
 from headrace.messages.requests import CallInput, GenerateReqInput
 from headrace.sampling.params import SamplingParams
+from headrace.turns import Kept
 
 NO_SLOT = -1
 PROMPT_ONLY = SamplingParams(max_new_tokens=0)
@@ -56,8 +56,7 @@ class Slots:
         self._sessions = sessions
         self._generate = generate
         self._replicas_to_ask = replicas_to_ask
-        self._last: OrderedDict[tuple[str, int], _Last] = OrderedDict()  # the one that was used last comes last
-        self._num_tokens = 0
+        self._last: Kept[tuple[str, int], _Last] = Kept(sessions.max_tokens, sessions.max_sessions)
 
     async def save(self, slot: int, name: str, caller: Caller = ANONYMOUS) -> dict[str, Any]:
         """Keep the last request of a slot. Raises RequestError, CapacityError, ExecutionError."""
@@ -84,13 +83,13 @@ class Slots:
             await self._num_cached(call, caller)
             longer = msgspec.structs.replace(call, input_ids=[*prompt, prompt[-1]])
             found.append(await self._num_cached(longer, caller))
-        self._put(key, _Last(pack_int32(ids)))
+        self._last.put(key, _Last(pack_int32(ids)), len(ids), caller.turn)
         counts = {"n_restored": min(found), "n_read": TOKEN_BYTES * len(ids)}
         return {"id_slot": slot, "filename": name, **counts, "timings": {"restore_ms": _ms_since(begin_s)}}
 
     async def erase(self, slot: int, caller: Caller = ANONYMOUS) -> dict[str, Any]:
         """Forget the last request of a slot; what is saved stays. Raises RequestError."""
-        return {"id_slot": slot, "n_erased": self._forget(self._key(slot, caller))}
+        return {"id_slot": slot, "n_erased": self._last.drop(self._key(slot, caller))}
 
     def keep(self, slot: int, obj: CallInput, state: CallState, caller: Caller) -> None:
         """A call has ended, which is now the last one of its slot; a slot that does not exist is the first one."""
@@ -108,25 +107,13 @@ class Slots:
         elif obj.cache_salt or obj.extra_key or obj.lora_path:
             refusal = "has a cache_salt, an extra_key or an adapter"
         last = _Last(b"", refusal=refusal) if refusal else _Last(content.token_ids, pack_int32(sample.output_ids))
-        self._put((caller.scope, slot if slot < self._num_slots else 0), last)
+        key = caller.scope, slot if slot < self._num_slots else 0
+        self._last.put(key, last, last.num_tokens, caller.turn)
 
     def _key(self, slot: int, caller: Caller) -> tuple[str, int]:
         if not 0 <= slot < self._num_slots:
             raise RequestError(f"the slots are numbered 0 to {self._num_slots - 1} (--max-running-requests)", "id")
         return caller.scope, slot
-
-    def _put(self, key: tuple[str, int], last: _Last) -> None:
-        self._forget(key)
-        self._last[key] = last
-        self._num_tokens += last.num_tokens
-        while self._num_tokens > self._sessions.max_tokens or len(self._last) > self._sessions.max_sessions:
-            self._forget(next(iter(self._last)))
-
-    def _forget(self, key: tuple[str, int]) -> int:
-        last = self._last.pop(key, None)
-        num_tokens = last.num_tokens if last is not None else 0
-        self._num_tokens -= num_tokens
-        return num_tokens
 
     async def _num_cached(self, call: GenerateReqInput, caller: Caller) -> int:
         num_cached = 0

@@ -7,7 +7,6 @@ wait.
 
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from headrace.grammar.source import explain
 from headrace.grammar.vocabulary import Tokenize, Vocabulary
 from headrace.log import get_logger
 from headrace.messages.grammar import CompiledGrammar, GrammarKind, GrammarSpec, GrammarStats
-from headrace.turns import Asked, Turns, is_large
+from headrace.turns import Asked, Kept, Turns, is_large
 
 logger = get_logger(__name__)
 
@@ -45,7 +44,7 @@ SHARED_CHARACTERS = 64
 """A grammar of at most so many is compiled once for all tenants, such as that of any JSON object: it tells nothing of who asked for it."""
 
 CACHE_BYTES = 48 * MIB
-"""What remembered grammars may occupy: hundreds of ordinary ones. One that takes more is compiled for each request."""
+"""What remembered grammars of all tenants may occupy: hundreds of ordinary ones. One that takes more is compiled for each request."""
 
 _TEMPLATE_BYTES = 64 << 10
 _TEMPLATE_BYTES_PER_CHARACTER = 32
@@ -187,7 +186,7 @@ class GrammarCompiler:
         self._limit_s = limit_s
         self._memory_bytes = memory_bytes
         self._program = program
-        self._cache = _Cache(cache_bytes)
+        self._cache: Kept[tuple[Key, str | None], Template | Refused] = Kept(cache_bytes)
         self._lock = threading.Lock()
         self._waiting: dict[tuple[Key, str], _Waiting] = {}
         self._closed = False
@@ -207,7 +206,7 @@ class GrammarCompiler:
         waiter = _Waiter(Future(), spec.field)
         owner = tenant if is_private and len(spec.text) > SHARED_CHARACTERS else None
         with self._lock:
-            known: Outcome | None = self._cache.get(key, owner, tenant)
+            known: Outcome | None = self._known(key, owner, tenant)
             if self._closed:
                 known = stopping()
             elif known is not None:
@@ -236,7 +235,7 @@ class GrammarCompiler:
                 num_refused=self._num_refused,
                 num_killed=self._tools.pool.num_killed if isinstance(self._tools, _Tools) else 0,
                 num_cached=len(self._cache),
-                cached_bytes=self._cache.num_bytes,
+                cached_bytes=self._cache.size,
             )
 
     @property
@@ -271,7 +270,7 @@ class GrammarCompiler:
     def _outcome(self, spec: GrammarSpec, owner: str | None, tenant: str) -> tuple[Outcome, int | None]:
         """What becomes of a grammar, and the bytes that remembering it costs; None: it is remembered already."""
         with self._lock:
-            known = self._cache.get((spec.kind, spec.text), owner, tenant)
+            known = self._known((spec.kind, spec.text), owner, tenant)
         if known is not None:
             return known, None
         try:
@@ -315,14 +314,24 @@ class GrammarCompiler:
             match outcome, num_bytes:
                 case Template(), int():
                     self._num_compiled += 1
-                    forgotten_bytes = self._cache.put(key, owner, outcome, num_bytes)
+                    payer = tenant if len(spec.text) > SHARED_CHARACTERS else ""
+                    forgotten_bytes = self._cache.put((key, owner), outcome, num_bytes, payer)
                 case Refused(), int():
                     self._num_refused += 1
-                    forgotten_bytes = self._cache.put(key, tenant, outcome, num_bytes)
+                    forgotten_bytes = self._cache.put((key, tenant), outcome, num_bytes, tenant)
         for waiter in waiting.waiters if waiting is not None else ():
             waiter.answer(outcome)
         if forgotten_bytes >= _TRIM_BYTES:
             give_back_free_memory()
+
+    def _known(self, key: Key, owner: str | None, tenant: str) -> Template | Refused | None:
+        """What a tenant is to know of a grammar, unless it is spent. owner: whose it is once it is compiled; None = everybody's. Locked."""
+        for whose in (owner, tenant):
+            known = self._cache.use((key, whose))
+            if known is not None and (isinstance(known, Refused) or not known.is_spent):
+                return known
+            self._cache.drop((key, whose))
+        return None
 
     def _get_tools(self) -> _Tools:
         with self._tools_lock:
@@ -341,42 +350,3 @@ class GrammarCompiler:
             return error
         pool = CompilePool(vocabulary, self._num_children, self._limit_s, self._memory_bytes, self._program)
         return _Tools(self._begin(partial(MatcherTokens, vocabulary, self._tokenize)), pool)
-
-
-class _Cache:
-    """What is remembered of grammars, the least recently used forgotten first, for everybody or for a tenant. Not locked."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._entries: OrderedDict[tuple[Key, str | None], tuple[Template | Refused, int]] = OrderedDict()
-        self.num_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, key: Key, owner: str | None, tenant: str) -> Template | Refused | None:
-        """What a tenant is to know of a grammar, unless it is spent. owner: whose it is once it is compiled."""
-        for whose in (owner, tenant):
-            if (known := self._entries.get((key, whose))) is None:
-                continue
-            outcome, num_bytes = known
-            if isinstance(outcome, Refused) or not outcome.is_spent:
-                self._entries.move_to_end((key, whose))
-                return outcome
-            del self._entries[key, whose]
-            self.num_bytes -= num_bytes
-        return None
-
-    def put(self, key: Key, tenant: str | None, outcome: Template | Refused, num_bytes: int) -> int:
-        """Remember an outcome, unless it is larger than all that may be remembered. tenant None: for all. Returns the bytes forgotten."""
-        if num_bytes > self._max_bytes:
-            return num_bytes
-        _, old_bytes = self._entries.pop((key, tenant), (None, 0))
-        self._entries[key, tenant] = outcome, num_bytes
-        self.num_bytes += num_bytes - old_bytes
-        forgotten = 0
-        while self.num_bytes > self._max_bytes:
-            _, (_, freed) = self._entries.popitem(last=False)
-            self.num_bytes -= freed
-            forgotten += freed
-        return forgotten

@@ -61,10 +61,10 @@ from headrace.multimodal.media_messages import (
     Verdict,
     VideoJob,
 )
-from headrace.multimodal.prepared_cache import Flights, PreparedCache, RecentRefusals
 from headrace.multimodal.resolutions import bounded
+from headrace.multimodal.shared_work import Flights, RecentRefusals
 from headrace.multimodal.sources import FileLimit, file_bytes, form_of, inline_bytes
-from headrace.turns import Turns, is_large
+from headrace.turns import Kept, Turns, asking, is_large
 
 PROGRAM = (sys.executable, "-m", "headrace.multimodal.media_child")
 
@@ -144,9 +144,7 @@ class MediaLoader:
         self._fetcher = Fetcher(args)
         self._files = Places(_FILES, _FILES)
         self._videos = Places(_VIDEOS, _VIDEOS)
-        self._cache: PreparedCache[LoadedItem] = PreparedCache(
-            args.cache_bytes, lambda loaded: loaded.item.num_bytes + 64 * len(loaded.layout.tokens)
-        )
+        self._cache: Kept[bytes, LoadedItem] = Kept(args.cache_bytes)
         self._flights: Flights[LoadedItem] = Flights()
         self._costly = RecentRefusals()
         self._loaded: Counter[MediaKind] = Counter()
@@ -163,7 +161,7 @@ class MediaLoader:
             fetch_s=self._fetch_s,
             decode_s=self._decode_s,
             num_cached=len(self._cache),
-            cache_bytes=self._cache.num_bytes,
+            cache_bytes=self._cache.size,
             num_killed=self._pool.num_killed + self._video_pool.num_killed,
         )
 
@@ -251,7 +249,7 @@ class MediaLoader:
     async def _shared(self, job: MediaJob, owner: str) -> LoadedItem:
         """What a job gives, or has given."""
         key = await self._threads.run(partial(_content_key, job, owner), _num_bytes(job))
-        loaded = self._cache.get(key)
+        loaded = self._cache.use(key)
         if loaded is not None or key in self._flights:
             self._num_hits += 1
         if loaded is None:
@@ -300,7 +298,7 @@ class MediaLoader:
             step_s=done.step_s,
         )
         loaded = LoadedItem(item, layout)
-        self._cache.put(key, loaded)
+        self._cache.put(key, loaded, item.num_bytes + 64 * len(layout.tokens), asking().tenant)
         return loaded
 
     async def _read(self, url: str, limit: FileLimit) -> bytes:

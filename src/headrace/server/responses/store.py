@@ -1,18 +1,18 @@
 """Responses that are kept, in memory and by the key that made them.
 
-Owns how many are kept: at most `--max-stored-responses`, and at most MAX_STORED_BYTES. What is kept may go, so one tenant alone (see
-`headrace.turns`) may have all: when there is no room, the oldest response goes of the tenant that has the largest part of either. They are kept as
-JSON, so that the bound is one of memory. Used from any thread.
+Owns how many are kept: at most `--max-stored-responses`, and at most MAX_STORED_BYTES. Which of them go when there is no room, `turns.Kept` says.
+They are kept as JSON, so that the bound is one of memory. Used from any thread.
 """
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from headrace.errors import NotFoundError
 from headrace.server.http import encode_json
+from headrace.turns import Kept
 
 MAX_STORED_BYTES = 64 << 20
 """Most bytes of all kept responses. A response counts with the whole conversation before it, which it shares with the responses there."""
@@ -26,10 +26,9 @@ _ITEMS = msgspec.json.Decoder(list[dict[str, object]])
 class StoredResponse:
     """A response as JSON. earlier: lists of items of the conversation before it. own: of its input. output: of its output.
 
-    item_ids: of `own` and `output`. num_bytes: of everything, earlier lists included. tenant: whose share it takes of.
+    item_ids: of `own` and `output`. num_bytes: of everything, earlier lists included.
     """
 
-    tenant: str
     response: bytes
     earlier: tuple[bytes, ...]
     own: bytes
@@ -51,30 +50,20 @@ class StoredResponse:
         return [item for part in (*self.earlier, self.own) for item in _ITEMS.decode(part)]
 
 
-@dataclass(slots=True)
-class _Held:
-    """What a tenant has: owners and ids of its responses, the oldest first."""
-
-    responses: dict[tuple[str, str], None] = field(default_factory=dict)
-    num_bytes: int = 0
-
-
 class ResponseStore:
     """The kept responses. max_responses: 0 = none is kept."""
 
     def __init__(self, max_responses: int, max_bytes: int = MAX_STORED_BYTES) -> None:
         self.max_responses = max_responses
-        self._max_bytes = max_bytes
-        self._owners: dict[str, dict[str, StoredResponse]] = {}
-        self._held: dict[str, _Held] = {}
+        self._kept: Kept[tuple[str, str], StoredResponse] = Kept(max_bytes, max_responses)
         self._lock = threading.Lock()  # of what changes them
 
     def __len__(self) -> int:
-        return sum(len(held.responses) for held in self._held.values())
+        return len(self._kept)
 
     def get(self, owner: str, response_id: str, field_name: str | None = None) -> StoredResponse:
         """A response of this owner. field_name: the request's field that names it. Raises NotFoundError."""
-        found = self._owners.get(owner, {}).get(response_id)
+        found = self._kept.get((owner, response_id))
         if found is None:
             shown = response_id if len(response_id) <= 100 else response_id[:100] + "..."
             why = "" if self.max_responses else ": this server keeps none, see --max-stored-responses"
@@ -97,53 +86,26 @@ class ResponseStore:
         assert isinstance(output, list), "of a response"
         made, given, all_of_it = encode_json(output), encode_json(own), encode_json(response)
         num_bytes = len(made) + len(given) + len(all_of_it) + (before.num_bytes if before is not None else 0)
-        if num_bytes > self._max_bytes or not self.max_responses:
-            return
         ids = frozenset(item_id for item in (*own, *output) if isinstance(item_id := item.get("id"), str))
         earlier = before.parts if before is not None else ()
-        response_id = str(response["id"])
-        kept = StoredResponse(tenant, all_of_it, earlier, given, made, ids, num_bytes)
+        stored = StoredResponse(all_of_it, earlier, given, made, ids, num_bytes)
         with self._lock:
-            while len(self) >= self.max_responses or self._num_bytes + num_bytes > self._max_bytes:
-                self._drop(*next(iter(max(self._held.values(), key=self._part).responses)))
-            self._owners.setdefault(owner, {})[response_id] = kept
-            held = self._held.setdefault(tenant, _Held())
-            held.responses[owner, response_id] = None
-            held.num_bytes += num_bytes
+            self._kept.put((owner, str(response["id"])), stored, num_bytes, tenant)
 
     def delete(self, owner: str, response_id: str) -> None:
         """Forget a response. Those that continue it keep its items. Raises NotFoundError."""
         with self._lock:
             self.get(owner, response_id)
-            self._drop(owner, response_id)
+            self._kept.drop((owner, response_id))
 
     def items_of(self, owner: str, ids: Collection[str]) -> dict[str, Item]:
         """The items of an owner's responses with these ids; those that are not there are left out."""
         found: dict[str, Item] = {}
         wanted = frozenset(ids)
-        for response in [*self._owners.get(owner, {}).values()]:
-            if not wanted.isdisjoint(response.item_ids):
+        for (whose, _), response in self._kept.items():
+            if whose == owner and not wanted.isdisjoint(response.item_ids):
                 for item in _ITEMS.decode(response.own) + _ITEMS.decode(response.output):
                     item_id = item.get("id")
                     if isinstance(item_id, str) and item_id in wanted:
                         found[item_id] = item
         return found
-
-    @property
-    def _num_bytes(self) -> int:
-        return sum(held.num_bytes for held in self._held.values())
-
-    def _part(self, held: _Held) -> float:
-        """Of what all may have, the larger of its parts of the number and of the bytes."""
-        return max(len(held.responses) / self.max_responses, held.num_bytes / self._max_bytes)
-
-    def _drop(self, owner: str, response_id: str) -> None:
-        mine = self._owners[owner]
-        gone = mine.pop(response_id)
-        held = self._held[gone.tenant]
-        del held.responses[owner, response_id]
-        held.num_bytes -= gone.num_bytes
-        if not mine:
-            del self._owners[owner]
-        if not held.responses:
-            del self._held[gone.tenant]

@@ -1,4 +1,4 @@
-"""Prepared items by the content of their files, bounded in bytes, and work that several requests share. Runs in the main process's event loop."""
+"""Work on the content of files that several requests share, and refusals of it. Runs in the main process's event loop."""
 
 import asyncio
 import time
@@ -10,34 +10,6 @@ from typing import Generic, TypeVar
 from headrace.multimodal.limits import MediaRefusedError
 
 T = TypeVar("T")
-
-
-class PreparedCache(Generic[T]):
-    """Values with their sizes; the least recently used is dropped first. max_bytes: one that is larger is not kept."""
-
-    def __init__(self, max_bytes: int, size_of: Callable[[T], int]) -> None:
-        self._max_bytes = max_bytes
-        self._size_of = size_of
-        self._values: OrderedDict[bytes, T] = OrderedDict()
-        self.num_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def get(self, key: bytes) -> T | None:
-        value = self._values.get(key)
-        if value is not None:
-            self._values.move_to_end(key)
-        return value
-
-    def put(self, key: bytes, value: T) -> None:
-        if key in self._values or self._size_of(value) > self._max_bytes:
-            return
-        self._values[key] = value
-        self.num_bytes += self._size_of(value)
-        while self.num_bytes > self._max_bytes:
-            _, dropped = self._values.popitem(last=False)
-            self.num_bytes -= self._size_of(dropped)
 
 
 class RecentRefusals:
