@@ -183,6 +183,7 @@ def _tokenizer_manager(
         spans=spans,
     )
     manager.metrics.processes.watch(parts.processes)
+    files.watch_templates(manager.count_template_kill)
     if args.detokenize_in == "main":
         faults = args.enable_fault_injection
         manager.detokenize_with(

@@ -514,6 +514,9 @@ class FakeFrontend:
     def count_reply(self, route: str, status: int) -> None:
         self.replies.append((route, status))
 
+    def count_template_kill(self) -> None:
+        self.metrics.template_kills.inc()
+
     async def inject_fault(self, fault: FaultReq) -> None:
         self.faults.append(fault)
 

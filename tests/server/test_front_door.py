@@ -2,6 +2,7 @@
 
 import asyncio
 import operator
+import re
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
@@ -25,6 +26,7 @@ from headrace.messages.control import ShutdownReq
 from headrace.messages.front import FrontCall, FrontNews
 from headrace.messages.requests import GenerateReqInput
 from headrace.messages.weights import ContinueGeneration
+from headrace.metrics.export import render
 from headrace.sampling.params import SamplingParams
 from headrace.server.http import describe_error
 from headrace.server.request_frontend import METHODS, PARTS, RemoteCalls, RequestFrontend, remote_frontend
@@ -230,8 +232,11 @@ async def test_the_replies_of_all_workers_are_counted_in_one_place():
 
         one.count_reply("/health", 200)
         other.count_reply("/generate", 503)
+        other.count_template_kill()
         await until(lambda: len(home.frontend.replies) == 2)
         assert sorted(home.frontend.replies) == [("/generate", 503), ("/health", 200)]
+        lost = re.compile(rb"^headrace:template_kills_total\{.*\} 1\.0$", re.MULTILINE)
+        await until(lambda: lost.search(render(home.frontend.metrics)))
 
 
 async def test_what_one_worker_changes_the_others_know():

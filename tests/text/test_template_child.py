@@ -168,12 +168,14 @@ def test_a_child_that_is_killed_is_not_the_clients_fault(monkeypatch):
         "child.answer = answer\nchild.main()"
     )
     children = TemplateChildren(program=(sys.executable, "-c", dies))
+    lost: list[int] = []
+    children.on_lost = lambda: lost.append(1)
     try:
         chat = ChatTemplate("x", SMOLLM2.special_texts, children=children)
         chat.source = "good"
         with pytest.raises(CapacityError):
             chat.render(user("x"))
-        assert children.num_killed == 2
+        assert len(lost) == children.num_killed == 2
         chat.source = "it works afterwards"
         assert chat.render(user("x")).text == chat.source
     finally:

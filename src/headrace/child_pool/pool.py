@@ -12,7 +12,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
@@ -178,7 +178,10 @@ class ChildProcess(Generic[A]):
 
 class ChildPool(Generic[A]):
     """Asks children. limit_s: processor time for one answer. max_left_bytes: see `MAX_LEFT_BYTES`. start_after_s: how long a question waits for a
-    child that works before another one is started. The rest: see `ChildProcess`."""
+    child that works before another one is started. The rest: see `ChildProcess`.
+
+    on_lost: set by the owner; called, in the thread that asks, for each child that is lost at its work.
+    """
 
     def __init__(
         self,
@@ -203,6 +206,7 @@ class ChildPool(Generic[A]):
         self._living: set[ChildProcess[A]] = set()
         self._closed = False
         self.num_killed = 0
+        self.on_lost: Callable[[], object] = lambda: None
         self._start_after_s = start_after_s
         # The child that was used last is used first; None is one that is yet to be started.
         self._num_children = num_children
@@ -226,6 +230,7 @@ class ChildPool(Generic[A]):
                 except (ChildLateError, ChildLostError, _ChildKilledError) as lost:
                     with self._lock:
                         self.num_killed += 1
+                    self.on_lost()
                     logger.warning("a process to %s %s, and is replaced", self._purpose, lost)
                     if not isinstance(lost, _ChildKilledError):
                         raise

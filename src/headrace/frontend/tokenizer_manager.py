@@ -484,6 +484,9 @@ class TokenizerManager:
     def count_reply(self, route: str, status: int) -> None:
         self.metrics.count_reply(route, status)
 
+    def count_template_kill(self) -> None:
+        self.metrics.template_kills.inc()
+
     # -- the end
 
     def stop_accepting(self) -> None:

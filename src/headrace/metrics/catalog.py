@@ -62,6 +62,8 @@ class Metrics:
         self.key_generation_tokens = self._count_by_key(
             "generation_tokens", "Tokens generated, by the name of their key."
         )
+        lost = "Processes that were lost while they rendered a chat template: it exceeded a limit, or they were killed."
+        self.template_kills = self._counter("template_kills", lost)
         self.processes = self._own(ProcessUse(model_name))
         versions = ("version", "python_version")
         build = self._gauge("build_info", "Always 1; the labels are the versions.", *versions)

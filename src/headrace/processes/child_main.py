@@ -206,13 +206,19 @@ def run_http_worker(args: ServerArgs, channels: Channels, on_ready: OnReady, sta
     """Serve HTTP over the main process's front end until a ShutdownReq. Raises ConfigError or ModelError before `on_ready`."""
     import uvloop
 
-    model = ModelFiles(args).served(start.ready)
+    files = ModelFiles(args)
+    model = files.served(start.ready)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve_http(args, channels, on_ready, start, model))
+        runner.run(_serve_http(args, channels, on_ready, start, files, model))
 
 
 async def _serve_http(
-    args: ServerArgs, channels: Channels, on_ready: OnReady, start: HttpWorkerStart, model: "ServedModel"
+    args: ServerArgs,
+    channels: Channels,
+    on_ready: OnReady,
+    start: HttpWorkerStart,
+    files: ModelFiles,
+    model: "ServedModel",
 ) -> None:
     from headrace.server.app import create_app
     from headrace.server.context import ServerStatus
@@ -221,7 +227,9 @@ async def _serve_http(
 
     status = ServerStatus()
     calls = RemoteCalls(start.number, channels.sender("to_front"), channels.receiver("to_worker", start.slot))
-    app = create_app(remote_frontend(calls), args, model, status)
+    frontend, loop = remote_frontend(calls), asyncio.get_running_loop()
+    files.watch_templates(lambda: loop.call_soon_threadsafe(frontend.count_template_kill))
+    app = create_app(frontend, args, model, status)
     server = Server(app, args, listening=socket.socket(fileno=start.listening_fd))
 
     def on_news(before: FrontNews, news: FrontNews) -> None:

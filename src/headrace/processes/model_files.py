@@ -6,6 +6,7 @@ Where they lie is known to `execution.model_source`. Each process opens what it 
 
 import threading
 import weakref
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -140,6 +141,10 @@ class ModelFiles:
         """Open what may be refused. Raises ConfigError or ModelError."""
         _ = self.pooling, self.tokenizer
         self.output_format(self.chat_template)
+
+    def watch_templates(self, on_lost: Callable[[], object]) -> None:
+        """See `ChildPool`: of the processes that render its templates."""
+        self._children.on_lost = on_lost
 
     def close(self) -> None:
         """End the processes that render its templates, if there are any: no more chats. Idempotent."""

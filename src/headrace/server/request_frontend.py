@@ -122,6 +122,9 @@ class RequestFrontend(Protocol):
     def count_reply(self, route: str, status: int) -> None:
         """Count an HTTP reply for the metrics. route: the declared path, not the one that was sent."""
 
+    def count_template_kill(self) -> None:
+        """Count a process that was lost while it rendered a chat template."""
+
 
 PARTS: dict[str, tuple[Callable[..., Any], ...]] = {
     "adapters": (Adapters.load, Adapters.unload),
