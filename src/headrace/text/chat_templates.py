@@ -25,19 +25,16 @@ from headrace.log import get_logger
 from headrace.text.template_child import (
     ANSWERS,
     Answer,
-    Failed,
     Inspect,
-    Inspected,
     Render,
-    Rendered,
     Setup,
-    Stopped,
     packed,
 )
 from headrace.text.template_sandbox import (
     MAX_RENDER_SECONDS,
     MAX_RENDERED_CHARS,
     Marks,
+    RenderTask,
     TemplateFacts,
     TemplateStoppedError,
     facts_of,
@@ -129,29 +126,20 @@ class TemplateChildren(ChildPool[Answer]):
             raise ModelError("the chat template is not Unicode") from None
         except TemplateStoppedError as error:
             raise ModelError(f"compiling the chat template was stopped: {error.reason}") from None
-        if isinstance(said, Failed):
-            raise ModelError(said.message)
-        assert isinstance(said, Inspected)
+        if said.facts is None:
+            raise ModelError(said.text)
         return said.facts
 
-    def render(
-        self,
-        source: str,
-        own: Mapping[str, Any],
-        values: Mapping[str, Any],
-        marks: Marks | None = None,
-        max_seconds: float = MAX_RENDER_SECONDS,
-        max_chars: int = MAX_RENDERED_CHARS,
-    ) -> str:
+    def render(self, task: RenderTask) -> str:
         """As the sandbox's. Raises CapacityError or ExecutionError, too, if it could not be tried."""
         try:
-            variables = packed(own, values)
+            variables = packed(task.own, task.values)
         except (TypeError, ValueError):
             raise RequestError("chat_template_kwargs must be JSON", param="chat_template_kwargs") from None
-        said = self._said(Render(source, variables, None if marks is None else marks.back, max_seconds, max_chars))
-        if isinstance(said, Failed):
-            raise RequestError(said.message, param="messages")
-        assert isinstance(said, Rendered)
+        marks = None if task.marks is None else task.marks.back
+        said = self._said(Render(task.source, variables, marks, task.max_seconds, task.max_chars))
+        if said.kind == "failed":
+            raise RequestError(said.text, param="messages")
         return said.text
 
     def _said(self, question: Inspect | Render) -> Answer:
@@ -161,8 +149,8 @@ class TemplateChildren(ChildPool[Answer]):
             raise TemplateStoppedError("it takes too long") from None
         except ChildLostError:
             raise TemplateStoppedError("it takes too much memory") from None
-        if isinstance(said, Stopped):
-            raise TemplateStoppedError(said.reason)
+        if said.kind == "stopped":
+            raise TemplateStoppedError(said.text)
         return said
 
 
@@ -286,7 +274,7 @@ class ChatTemplate:
 
     def _run(self, values: Mapping[str, Any], add_generation_prompt: bool, marks: Marks | None) -> str:
         own = self._variables | {"add_generation_prompt": add_generation_prompt}
-        return self._render(self.source, own, values, marks, self._max_seconds, self._max_chars)
+        return self._render(RenderTask(self.source, own, values, marks, self._max_seconds, self._max_chars))
 
 
 def _as_parts(message: Message) -> Message:

@@ -8,13 +8,13 @@ then on prints nothing and answers each `Question`. It imports no more than Jinj
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from headrace.child_pool.child_side import MIB, Frames, answer_all, run
 from headrace.errors import HeadraceError
-from headrace.text.template_sandbox import Marks, TemplateFacts, TemplateStoppedError, facts_of, render
+from headrace.text.template_sandbox import Marks, RenderTask, TemplateFacts, TemplateStoppedError, facts_of, render
 
 STACK_BYTES = 8 * MIB
 NICE = 0
@@ -34,7 +34,7 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
 
 
 class Render(msgspec.Struct, frozen=True, tag=True):
-    """What does a template make of variables? See `template_sandbox.render`. variables: `packed`. marks: `Marks.back`."""
+    """What does a template make of variables? A `RenderTask`. variables: `packed`. marks: `Marks.back`."""
 
     source: str
     variables: bytes
@@ -46,31 +46,14 @@ class Render(msgspec.Struct, frozen=True, tag=True):
 Question = Inspect | Render
 
 
-class Inspected(msgspec.Struct, frozen=True, tag=True):
-    facts: TemplateFacts
+class Answer(msgspec.Struct, frozen=True):
+    """kind: what `text` is: what was rendered, the words of a failure for the client, or the reason of a `TemplateStoppedError`."""
+
+    kind: Literal["done", "failed", "stopped"]
+    text: str = ""
+    facts: TemplateFacts | None = None
     left_bytes: int = 0
 
-
-class Rendered(msgspec.Struct, frozen=True, tag=True):
-    text: str
-    left_bytes: int = 0
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """In words for the client."""
-
-    message: str
-    left_bytes: int = 0
-
-
-class Stopped(msgspec.Struct, frozen=True, tag=True):
-    """See `TemplateStoppedError`."""
-
-    reason: str
-    left_bytes: int = 0
-
-
-Answer = Inspected | Rendered | Failed | Stopped
 
 ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _SETUPS = msgspec.msgpack.Decoder(Setup)
@@ -93,24 +76,25 @@ def unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
 def answer(question: Question) -> Answer:
     try:
         if isinstance(question, Inspect):
-            return Inspected(facts_of(question.source))
+            return Answer("done", facts=facts_of(question.source))
         own, values = unpacked(question.variables)
         marks = None if question.marks is None else Marks(question.marks)
-        text = render(question.source, own, values, marks, question.max_seconds, question.max_chars)
+        task = RenderTask(question.source, own, values, marks, question.max_seconds, question.max_chars)
+        text = render(task)
         text.encode()
-        return Rendered(text)
+        return Answer("done", text)
     except UnicodeEncodeError:
-        return Failed("the chat template makes text that is not Unicode")
+        return Answer("failed", "the chat template makes text that is not Unicode")
     except TemplateStoppedError as error:
-        return Stopped(error.reason)
+        return Answer("stopped", error.reason)
     except HeadraceError as error:
-        return Failed(error.message)
+        return Answer("failed", error.message)
 
 
 def serve(frames: Frames) -> None:
     limit_bytes = frames.receive(_SETUPS).memory_bytes
     answer(Render("{{ messages | tojson }}", packed({}, {"messages": []}), None, 1.0, 100))
-    answer_all(frames, _QUESTIONS, answer, limit_bytes, lambda said: sys.getsizeof(getattr(said, "text", "")))
+    answer_all(frames, _QUESTIONS, answer, limit_bytes, lambda said: sys.getsizeof(said.text))
 
 
 def main() -> None:

@@ -296,21 +296,23 @@ def facts_of(source: str) -> TemplateFacts:
     return TemplateFacts("tools" in names, _loops_over_content(tree))
 
 
-def render(
-    source: str,
-    own: Mapping[str, Any],
-    values: Mapping[str, Any],
-    marks: Marks | None = None,
-    max_seconds: float = MAX_RENDER_SECONDS,
-    max_chars: int = MAX_RENDERED_CHARS,
-) -> str:
-    """What the template makes of variables: the server's own, and those of a request, in which strings are marked if there are marks.
+class RenderTask(NamedTuple):
+    """What a template is to be rendered with: the server's own variables, and those of a request, in which strings are marked if there are marks."""
 
-    Raises RequestError when it refuses them or fails on them, TemplateStoppedError when it exceeds its limits.
-    """
+    source: str
+    own: Mapping[str, Any]
+    values: Mapping[str, Any]
+    marks: Marks | None
+    max_seconds: float
+    max_chars: int
+
+
+def render(task: RenderTask) -> str:
+    """Raises RequestError when the template refuses its variables or fails on them, TemplateStoppedError when it exceeds its limits."""
     try:
-        given = values if marks is None else mark_leaves(values, marks)
-        return Sandbox(time.monotonic() + max_seconds, marks).render(source, {**own, **given}, max_chars)
+        given = task.values if task.marks is None else mark_leaves(task.values, task.marks)
+        sandbox = Sandbox(time.monotonic() + task.max_seconds, task.marks)
+        return sandbox.render(task.source, {**task.own, **given}, task.max_chars)
     except Refused as err:
         raise RequestError(f"the chat template refuses these messages: {err}", param="messages") from None
     except LimitReached as err:
