@@ -20,7 +20,7 @@ from headrace.config.machine import check_open_files, cuda_is_there, dist_secret
 from headrace.config.resolve import refuse_early
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError
-from headrace.execution.model_source import sampling_defaults, with_encoder
+from headrace.execution.model_source import args_of_update, sampling_defaults, with_encoder
 from headrace.messages.channel import FanOutSender, IpcDir, Ports, Receiver
 from headrace.messages.control import ReadyInfo
 from headrace.metrics.watchdog import Watchdog
@@ -142,7 +142,8 @@ def _start_parts(args: ServerArgs, resources: contextlib.ExitStack) -> Parts:
     if args.single_process:
         return ThreadParts(args)
     resolve_model(args.model_path)  # once, before the children do: it may have to join the files of a model
-    parts = ChildParts(args, Ports.in_directory(resources.enter_context(IpcDir()), args.detokenize_in))
+    ports = Ports.in_directory(resources.enter_context(IpcDir()), args.detokenize_in)
+    parts = ChildParts(args, ports, args_of_update=args_of_update)
     early.end()
     return parts
 

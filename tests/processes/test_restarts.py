@@ -7,7 +7,10 @@ import pytest
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ExecutionError, ModelError
-from headrace.processes.parts import Restarts
+from headrace.execution.model_source import args_of_update
+from headrace.messages.channel import IpcDir, Ports
+from headrace.messages.weights import UpdateFromDisk
+from headrace.processes.parts import ChildParts, Restarts
 
 
 class Child:
@@ -183,6 +186,40 @@ def test_a_checkpoint_that_cannot_be_read_any_more_is_not_needed_where_an_update
     manager = Manager(in_force="an update")
     watched(manager, error=ModelError("model.safetensors is cut off"))[0].exit_code = 1
     assert heard(manager, 2) == [("down", "scheduler 0", 0), ("rejoined", "scheduler 0", 0, "weights")]
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_begins_with_an_update_has_the_vision_encoder_that_the_update_had(tmp_path, monkeypatch, is_folder):
+    monkeypatch.setattr("headrace.processes.recovery.CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr("headrace.processes.parts.stop_all", lambda children, limit_s: None)
+    path = tmp_path / "update" if is_folder else tmp_path / "update.gguf"
+    if is_folder:
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+    else:
+        path.write_bytes(b"GGUF")
+    encoder, spawned = str(tmp_path / "vision.gguf"), []
+
+    def spawn(kind, args, ports, index=0, source=0):
+        spawned.append(args)
+        return Child(kind, index, ModelError("its files have gone") if len(spawned) == 2 else None)
+
+    manager = Manager(in_force=UpdateFromDisk(str(path)))
+    manager.ready = SimpleNamespace(max_total_tokens=100)
+    manager.link.new_source = lambda: 8
+    with IpcDir() as folder:
+        args = ServerArgs(model_path="x.gguf", mmproj=encoder, detokenize_in="main")
+        parts = ChildParts(args, Ports.in_directory(folder, "main"), spawn, args_of_update=args_of_update)
+        parts.watch(manager, lambda message: None)
+        parts.children[0].exit_code = 1
+        assert heard(manager, 2)[1] == ("rejoined", "scheduler 0", 0, "weights")
+        parts.stop()
+
+    assert [(one.model_path, one.mmproj) for one in spawned] == [
+        ("x.gguf", encoder),
+        ("x.gguf", encoder),
+        (str(path), "auto" if is_folder else encoder),
+    ]
 
 
 def test_a_detokenizer_that_is_refused_is_the_end(watched):

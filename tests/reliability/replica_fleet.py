@@ -19,6 +19,7 @@ from frontend_fakes import ByteTokenizer, request
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import CapacityError, ExecutionError, HeadraceError, RequestError
+from headrace.execution.model_source import args_of_update
 from headrace.frontend.engine_link import DIED_REPEATEDLY
 from headrace.frontend.native_answer import NativeStream
 from headrace.frontend.request_state import ReqState
@@ -103,7 +104,8 @@ class Fleet:
             log_level="warning",
             max_queued_requests=10**4,
         )
-        self.parts = ChildParts(self.args, Ports.in_directory(self.resources.enter_context(IpcDir())), FakeChild)
+        ports = Ports.in_directory(self.resources.enter_context(IpcDir()))
+        self.parts = ChildParts(self.args, ports, FakeChild, args_of_update=args_of_update)
         from_engine = self.parts.channels.receiver("to_tokenizer")
         ready = self.parts.wait_ready(lambda done, total: None, lambda: False)
         self.manager = TokenizerManager(

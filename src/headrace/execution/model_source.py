@@ -5,7 +5,7 @@ Reads headers alone: torch is imported with the first tensor. Runs in every proc
 """
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -21,6 +21,7 @@ from headrace.checkpoint.source import dummy_checkpoint, open_checkpoint
 from headrace.config.checks import check_pooling, encoder_args
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError, ModelError
+from headrace.messages.weights import UpdateFromDisk
 from headrace.plain_types import plain_reason
 
 
@@ -42,10 +43,13 @@ def open_model(args: ServerArgs) -> Checkpoint:
     return checkpoint
 
 
-def open_update(args: ServerArgs, model_path: str, load_format: Literal["auto", "safetensors", "gguf"]) -> Checkpoint:
-    """Another checkpoint of the model. A folder has its vision encoder in it, whatever file --mmproj names. Raises as `open_model`."""
-    other = replace(args, model_path=model_path, load_format=load_format)
-    return open_model(other if is_gguf_model(other) else replace(other, mmproj=AUTO))
+def args_of_update(args: ServerArgs, update: UpdateFromDisk) -> ServerArgs:
+    """The options with another checkpoint of the model. A folder has its vision encoder in it, whatever file --mmproj names."""
+    other = replace(args, model_path=update.model_path, load_format=update.load_format)
+    try:
+        return other if is_gguf_model(other) else replace(other, mmproj=AUTO)
+    except ModelError:
+        return other  # which whoever opens it will be told
 
 
 def read_model_config(args: ServerArgs) -> ModelConfig:

@@ -30,7 +30,7 @@ from headrace.distributed.rank import Rank
 from headrace.errors import ConfigError, ModelError
 from headrace.execution.load_weights import IN_THIS_THREAD, load_model, load_threads, straddled
 from headrace.execution.memory import available_bytes, check_pool_fits
-from headrace.execution.model_source import open_update, override_model
+from headrace.execution.model_source import args_of_update, open_model, override_model
 from headrace.execution.pool_plan import whole_pages
 from headrace.execution.released import DraftMemory
 from headrace.execution.update_weights import ModelWeights, check_same_model
@@ -287,7 +287,7 @@ def updatable_weights(
     args, spec, model_config = setup.args, setup.spec, setup.model_config
 
     def load(operation: UpdateFromDisk) -> tuple[Model, str]:
-        other = open_update(args, operation.model_path, operation.load_format)
+        other = open_model(args_of_update(args, operation))
         before = fingerprint_of(other)
         theirs = override_model(other.config, args.json_model_override_args)
         if not model_config.tie_word_embeddings:  # their output projection may be a copy of their embedding

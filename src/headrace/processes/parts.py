@@ -67,13 +67,21 @@ class Parts(ABC):
 
 class ChildParts(Parts):
     """Child processes, started and ended together. A thread watches them and restarts those that die (`restarts`). spawn: starts one; replaced
-    in tests."""
+    in tests. args_of_update: see `execution.model_source`."""
 
-    def __init__(self, args: ServerArgs, ports: Ports, spawn: type[ChildProcess] = ChildProcess) -> None:
+    def __init__(
+        self,
+        args: ServerArgs,
+        ports: Ports,
+        spawn: type[ChildProcess] = ChildProcess,
+        *,
+        args_of_update: Callable[[ServerArgs, UpdateFromDisk], ServerArgs],
+    ) -> None:
         super().__init__(SocketChannels(ports), args.num_replicas)
         self._args = args
         self.ports = ports
         self._spawn = spawn
+        self._args_of_update = args_of_update
         # The schedulers import torch and load the weights: they go first.
         self.children = [
             *(spawn("scheduler", args, ports, replica, source=replica) for replica in range(args.num_replicas)),
@@ -98,9 +106,7 @@ class ChildParts(Parts):
             own = args
             if begin_with is not None:
                 own = dataclasses.replace(
-                    args,
-                    model_path=begin_with.model_path,
-                    load_format=begin_with.load_format,
+                    self._args_of_update(args, begin_with),
                     tokenizer_path=args.tokenizer_name,
                     served_model_name=",".join(args.served_names),
                 )
