@@ -1,5 +1,6 @@
 """Which implementation runs, and why: loading, instruction sets, threads, the fallback."""
 
+import ast
 import os
 import platform
 import shutil
@@ -40,6 +41,34 @@ def test_the_extension_loads_wherever_it_can_be_built():
     if cpu.load() is None and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         pytest.skip("no C++ compiler here, and no extension")
     assert cpu.why_not() == ""
+
+
+def test_the_extension_is_what_its_types_say(native: None):
+    loaded = cpu.load()
+    found = {
+        (owner.__name__.rpartition(".")[2], name): signature(ast.parse(f"{value.__nb_signature__[0][0]}: ...").body[0])
+        for owner in (loaded, *(each for each in vars(loaded).values() if isinstance(each, type)))
+        for name, value in vars(owner).items()
+        if hasattr(value, "__nb_signature__")
+    }
+    types = ast.parse((ROOT / "src/headrace/kernels/cpu/_native.pyi").read_text())
+    said = {
+        (name, each.name): signature(each)
+        for name, body in [
+            ("_native", types.body),
+            *((c.name, c.body) for c in types.body if isinstance(c, ast.ClassDef)),
+        ]
+        for each in body
+        if isinstance(each, ast.FunctionDef)
+    }
+    assert found == said
+
+
+def signature(function: ast.FunctionDef) -> list[str]:
+    """The types that a function takes, and what it returns."""
+    given = [*function.args.posonlyargs, *function.args.args]
+    types = [ast.unparse(each.annotation) for each in given if each.annotation] + [ast.unparse(function.returns)]
+    return [each.replace("collections.abc.Sequence", "list").removeprefix("builtins.") for each in types]
 
 
 def test_without_the_extension_torch_runs_every_op_and_the_report_says_why(fresh):
