@@ -22,9 +22,11 @@ def settle() -> None:
     give_back_free_memory()
 
 
-def in_small_parts(clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
-    """Nothing is collected by itself any more. Returns what does it, to be called often: once a second what was made since, every ten minutes all.
-    Once a minute free memory is given back, some milliseconds' work: updates and large requests leave more than all others need.
+def in_small_parts(
+    clock: Callable[[], float] = time.monotonic, *, all_every: int = 600, trim_every: int = 10
+) -> Callable[[], None]:
+    """Nothing is collected by itself any more. Returns what does it, to be called often: once a second what was made since, after every `all_every`
+    seconds all. After every `trim_every` free memory is given back, 0.1 to 6 ms of work: updates and large requests leave more than others need.
 
     By itself, Python collects when objects have become more by so many. While as many go as come, as in a full tree of prefixes, it does not, and
     then goes through all that came: tens of milliseconds.
@@ -37,19 +39,19 @@ def in_small_parts(clock: Callable[[], float] = time.monotonic) -> Callable[[], 
         if clock() >= due_s:
             due_s = clock() + 1.0
             number = next(seconds)
-            gc.collect(1 if number % 600 else 2)
-            if number % 60 == 0:
+            gc.collect(1 if number % all_every else 2)
+            if number % trim_every == 0:
                 give_back_free_memory()
 
     return collect
 
 
 async def keep_collecting() -> None:
-    """`in_small_parts`, while an event loop runs. By itself, Python goes through all objects of waiting requests again and again, a tenth of a second
-    where they are many, in which everybody waits."""
+    """`in_small_parts`, while an event loop runs; all, and free memory, once a minute. By itself, Python goes through all objects of waiting
+    requests again and again, a tenth of a second where they are many, in which everybody waits."""
     import asyncio  # most processes with this module have no event loop
 
-    collect = in_small_parts()
+    collect = in_small_parts(all_every=60, trim_every=60)
     while True:
         await asyncio.sleep(1.0)
         collect()

@@ -1,5 +1,6 @@
 """The radix tree against a plain set of prefixes, and its rules on leases, recency and namespaces."""
 
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -132,6 +133,21 @@ def test_flush_refuses_while_leased_and_forgets_everything_else():
     cache.release(lease)
     assert sorted(cache.flush()) == [0, 1]
     assert cache.peek(tokens(1, 2), "", 2) == 0
+
+
+def test_what_a_flush_drops_is_gone_at_once():
+    """An update drops the whole tree: thousands of nodes would wait ten minutes for a collection of everything."""
+    cache = RadixCache(page_size=1)
+    for last in range(3, 9):
+        fill(cache, [1, 2, last], 10 * last)
+    gc.collect()
+    gc.disable()
+    try:
+        alive = sum(type(each).__name__ == "_Node" for each in gc.get_objects())
+        cache.flush()
+        assert sum(type(each).__name__ == "_Node" for each in gc.get_objects()) == alive - 7
+    finally:
+        gc.enable()
 
 
 def test_the_chunk_cache_keeps_nothing():

@@ -1,6 +1,7 @@
 """The life of a call: sent, answered, streamed, aborted, failed. The engine is a fake; the detokenizer is real."""
 
 import asyncio
+import gc
 import random
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from frontend_fakes import EOS, READY, STATE, FakeEngine, request, turns
 
 from headrace.errors import CapacityError, ExecutionError, LateError, NotFoundError, RequestError
+from headrace.frontend.request_state import ReqState
 from headrace.messages.control import Heartbeat, SchedulerStats, SourceGone
 from headrace.messages.outputs import BatchTokenIDOut, FinishReason
 from headrace.metrics.export import render
@@ -34,6 +36,19 @@ async def test_one_prompt_gives_one_dict(make_frontend):
     assert meta["weight_version"] == "default"
     assert meta["queue_time"] == 0.25
     assert 0 <= meta["ttft"] <= meta["e2e_latency"]
+
+
+async def test_nothing_of_a_call_waits_for_a_collection_of_cycles(make_frontend):
+    frontend = make_frontend()
+    gc.collect()
+    gc.disable()
+    try:
+        await frontend.call(["hello", "you"], rid=["x", "y"], sampling_params={"n": 2})
+        left = [each for each in gc.get_objects() if isinstance(each, ReqState)]
+    finally:
+        gc.enable()
+
+    assert left == []
 
 
 async def test_token_ids_become_text_here_if_there_is_no_detokenizer_process(make_frontend):

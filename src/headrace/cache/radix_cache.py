@@ -247,7 +247,10 @@ class RadixCache:
 
     def flush(self, why: MissReason = "flushed") -> list[int]:
         assert self._leased == 0, f"{self._leased} pages are still leased"
-        freed = [page for node in self._nodes() for page in node.pages]
+        nodes = self._nodes()
+        freed = [page for node in nodes for page in node.pages]
+        for node in nodes:  # else they would wait for a collection of cycles
+            node.parent = node.older = node.newer = None
         self._roots.clear()
         self._num_nodes = 0
         self._evictable = 0

@@ -379,7 +379,16 @@ class CallState:
         names = self._names_of.pop(sample, [])
         for rid in names:
             self._num_live[rid] -= 1
-        return [rid for rid in names if not self._num_live[rid]]
+        ended = [rid for rid in names if not self._num_live[rid]]
+        for rid in ended:
+            del self.names[rid]
+        return ended
+
+    def let_go(self) -> None:
+        """The client has left. What its samples hold goes with the last of them, and does not wait for a collection of cycles."""
+        self.samples = []
+        self._news.clear()
+        self._waiter = None
 
     def notify(self, state: ReqState) -> None:
         """`state` has something new. A waiter that does not stream is woken only at the end."""

@@ -424,6 +424,7 @@ class TokenizerManager:
                 self.endings.forget(sample)
         if sent:
             self.link.send(AbortReq(tuple(sent), message="the client went away"))
+        state.let_go()
 
     def abort_request(self, rid: str = "", abort_all: bool = False, caller: Caller = ANONYMOUS) -> None:
         """Abort the sample `rid`, all samples of the call or prompt named `rid`, or everything. An unknown rid is harmless.
