@@ -8,11 +8,16 @@ from pathlib import Path
 import numpy
 import pytest
 from safetensors.numpy import save_file
+from test_gguf_mmproj import encoder, text_model
 
 from headrace.checkpoint import copies
 from headrace.checkpoint.copies import Copies, copy_checkpoint
 from headrace.checkpoint.source import open_checkpoint
-from headrace.checkpoint.weight_cache import content_of, files_fingerprint
+from headrace.checkpoint.weight_cache import content_of
+from headrace.config.server_args import ServerArgs
+from headrace.execution.model_source import args_of_update, open_model
+from headrace.execution.setup import fingerprint_of
+from headrace.messages.weights import UpdateFromDisk
 
 
 @pytest.fixture
@@ -37,8 +42,7 @@ def parts(path: Path) -> tuple[Path, list[Path]]:
 
 
 def fingerprint(path: Path) -> str:
-    checkpoint = open_checkpoint(path)
-    return content_of(files_fingerprint(checkpoint.files(), {"config": checkpoint.config.raw}))
+    return content_of(fingerprint_of(open_checkpoint(path)))
 
 
 def wait_until_only(folder: Path, names: set[str]) -> None:
@@ -60,6 +64,23 @@ def test_a_copy_is_served_like_the_checkpoint_and_does_not_change_with_it(model:
         file.write(bytes(range(64)))
     assert fingerprint(Path(target)) == before != fingerprint(served)
     assert not (Path(target) / "optimizer.pt").exists()
+    kept.close()
+
+
+@pytest.mark.parametrize("name", ["mmproj-F16.gguf", "eyes.gguf", "model.gguf"])
+def test_a_copy_has_the_vision_encoder_that_the_option_names(name: str, cache: Path, tmp_path: Path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "other").mkdir()
+    named = encoder(tmp_path / "other", name)
+    args = ServerArgs(model_path=str(text_model(tmp_path / "text", "model.gguf")), mmproj=str(named))
+    kept = Copies(True)
+    checkpoint = open_model(args)
+    copy_checkpoint(checkpoint.path, checkpoint.files(), target := kept.next_path(), clones_only=False)
+    before = content_of(fingerprint_of(checkpoint))
+    named.write_bytes(b"another")
+    again = open_model(args_of_update(args, UpdateFromDisk(target)))
+    assert content_of(fingerprint_of(again)) == before
+    assert again.config.media is not None
     kept.close()
 
 

@@ -22,6 +22,7 @@ from headrace.log import get_logger
 
 _logger = get_logger(__name__)
 
+_ROOT = "updates"
 _LOCK = "lock"
 MAX_SHARE = 0.5
 """Of the free disk space, the most that a copy may take."""
@@ -46,7 +47,7 @@ class Copies:
             return ""
         try:
             if self._folder is None:
-                self._folder, self._lock = _own_folder(cache_dir() / "updates")
+                self._folder, self._lock = _own_folder(cache_dir() / _ROOT)
         except OSError as error:
             _logger.warning("no copy of the new weights is kept: the cache cannot be written (%s)", error.strerror)
             return ""
@@ -145,11 +146,25 @@ def copy_checkpoint(path: Path, tensors: list[Path], target: str, clones_only: b
     _logger.info("a copy of the new weights is kept: %d MiB, %s in %.2f s", num_bytes >> 20, how, took_s)
 
 
+def own_mmproj(model: Path, wanted: str) -> str:
+    """The vision encoder of a GGUF file when `wanted` is named: of a copy its own, since the named file may have changed."""
+    is_copy = Path(os.path.abspath(cache_dir() / _ROOT)) in model.parents  # as `mkdtemp` has it
+    return str(model.parent / _place_of_mmproj(wanted)) if is_copy else wanted
+
+
+def _place_of_mmproj(file: str | Path) -> str:
+    """In a copy, beside whose model a GGUF file of any other name would be another model."""
+    name = Path(file).name
+    return name if is_mmproj(name) else f"mmproj/{name}"
+
+
 def _files_of(base: Path, tensors: list[Path]) -> dict[str, Path]:
     """What a copy needs, by the name in its folder: the tensors, and the JSON files that describe them."""
     if not base.is_dir():
-        own = first_part(base.name)
-        return {file.name: file for file in tensors if is_mmproj(file.name) or first_part(file.name) == own}
+        parts = {
+            file for file in tensors if file.parent == base.parent and first_part(file.name) == first_part(base.name)
+        }
+        return {file.name if file in parts else _place_of_mmproj(file): file for file in tensors}
     about = [file for pattern in ("*.json", "*/*.json") for file in base.glob(pattern) if file.is_file()]
     small = [file for file in about if file.stat().st_size <= _MAX_JSON_BYTES]
     return {str(file.relative_to(base)): file for file in (*tensors, *small)}

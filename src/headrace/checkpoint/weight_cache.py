@@ -115,7 +115,7 @@ def identity(files: Iterable[Path], facts: Mapping[str, object]) -> str:
 
 def files_fingerprint(files: Iterable[Path], facts: Mapping[str, object]) -> str:
     """A name for `files` that shows any change of them: `content_of` it is the same for copies on other hosts. Raises OSError."""
-    described = [(file.name, *_fingerprint(file)[:3]) for file in sorted(files)]
+    described = sorted((file.name, *_fingerprint(file)[:3]) for file in files)
     without_times = [(name, size, digest) for name, size, digest, _ in described]
     return _hash(without_times, facts)[:_CONTENT_DIGITS] + _hash(described, facts)[:_CONTENT_DIGITS]
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.checkpoint.base import Checkpoint
+from headrace.checkpoint.copies import own_mmproj
 from headrace.checkpoint.gguf import gguf_file
 from headrace.checkpoint.gguf_mmproj import AUTO, media_files
 from headrace.checkpoint.model_config import ModelConfig, load_model_config, parse_hf_config
@@ -32,9 +33,10 @@ def is_gguf_model(args: ServerArgs) -> bool:
 def open_model(args: ServerArgs) -> Checkpoint:
     """The checkpoint. Raises ModelError, including when its kind does not match --load-format."""
     path = resolve_model(args.model_path)
+    mmproj = own_mmproj(path, args.mmproj) if args.names_mmproj else args.mmproj
     if args.load_format == "dummy":
-        return dummy_checkpoint(path, args.mmproj)
-    checkpoint = open_checkpoint(path, args.mmproj)
+        return dummy_checkpoint(path, mmproj)
+    checkpoint = open_checkpoint(path, mmproj)
     wanted = {"auto": checkpoint.kind, "safetensors": "huggingface", "sharded_state": "huggingface", "gguf": "gguf"}[
         args.load_format
     ]
