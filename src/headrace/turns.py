@@ -166,14 +166,18 @@ class Kept(Generic[K, V]):
         if size > self._max_size or not self._max_items:
             return gone + size
         while len(self) >= self._max_items or self.size + size > self._max_size:
-            most = max(self._parts, key=lambda name: self._part(name, size if name == tenant else None))
-            gone += self.drop(next(iter(self._parts[most].sizes)))
+            gone += self.drop(self.next_to_go(tenant, size))
         self._values[key] = value, tenant
         part = self._parts.setdefault(tenant, _Part())
         part.sizes[key] = size
         part.total += size
         self.size += size
         return gone
+
+    def next_to_go(self, tenant: str = "", more: int | None = None) -> K:
+        """What goes if there is no room, for a value of size `more` of a tenant. Something must be kept."""
+        most = max(self._parts, key=lambda name: self._part(name, more if name == tenant else None))
+        return next(iter(self._parts[most].sizes))
 
     def drop(self, key: K) -> int:
         """Returns its size; 0 if it is not there."""

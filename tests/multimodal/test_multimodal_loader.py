@@ -5,6 +5,7 @@ import base64
 import os
 import threading
 from collections.abc import Iterator
+from contextvars import copy_context
 from pathlib import Path
 from urllib.parse import quote
 
@@ -296,6 +297,22 @@ async def test_a_file_that_took_all_it_may_is_not_tried_again_at_once(slow):
         with pytest.raises(RequestError, match="too long"):
             await loader.load(refs(b"costly"))
     assert pool.asked == [b"costly"] * 3
+
+
+def test_the_refusals_of_one_tenant_displace_none_of_another():
+    recent = RecentRefusals(max_refusals=4)
+
+    def refuse(tenant: str, count: int) -> None:
+        work_for(tenant)
+        for number in range(count):
+            recent.add(f"{tenant} {number}".encode(), MediaRefusedError("too long", "time"))
+
+    copy_context().run(refuse, "own", 1)
+    copy_context().run(refuse, "other", 9)
+    for key in (b"own 0", b"other 8"):
+        with pytest.raises(MediaRefusedError):
+            recent.check(key)
+    recent.check(b"other 0")
 
 
 async def test_what_nobody_waits_for_is_not_decoded(slow):

@@ -128,6 +128,21 @@ def test_one_request_may_need_more_than_there_is_room_for():
     rig.check_idle()
 
 
+def test_the_images_of_one_tenant_displace_none_of_another():
+    rig = Rig(encoder_rows=20)
+    own = prompt_of([1, (1, 6), 1])
+    add(rig, "own", own, tenant="own")
+    rig.drain()
+    for number in range(2, 8):
+        add(rig, f"other {number}", prompt_of([1, (number, 6), 1]), tenant="other")
+        rig.drain()
+    # After another beginning, so that the image's KV is not cached.
+    add(rig, "own again", prompt_of([5, (1, 6), 1]), tenant="own")
+    rig.drain()
+    assert rig.worker.encoder.num_encoded == 7
+    rig.check_idle()
+
+
 def test_an_image_that_cannot_be_encoded_ends_those_who_need_it_alone():
     rig = Rig(encoder_rows=100)
     rig.worker.encoder.bad.add(image(1, 6).key)

@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from headrace.multimodal.limits import MediaRefusedError
+from headrace.turns import Kept, asking
 
 T = TypeVar("T")
 
@@ -18,8 +18,7 @@ class RecentRefusals:
 
     def __init__(self, seconds: float = 60.0, max_refusals: int = 256) -> None:
         self._seconds = seconds
-        self._max_refusals = max_refusals
-        self._refusals: OrderedDict[bytes, tuple[float, MediaRefusedError]] = OrderedDict()
+        self._refusals: Kept[bytes, tuple[float, MediaRefusedError]] = Kept(max_refusals)
 
     def check(self, key: bytes) -> None:
         if (found := self._refusals.get(key)) is None:
@@ -27,12 +26,10 @@ class RecentRefusals:
         until_s, error = found
         if time.monotonic() < until_s:
             raise MediaRefusedError(error.message, error.kind)
-        del self._refusals[key]
+        self._refusals.drop(key)
 
     def add(self, key: bytes, error: MediaRefusedError) -> None:
-        self._refusals[key] = time.monotonic() + self._seconds, error
-        if len(self._refusals) > self._max_refusals:
-            self._refusals.popitem(last=False)
+        self._refusals.put(key, (time.monotonic() + self._seconds, error), 1, asking().tenant)
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """Outputs of the media encoder: which of them the worker has, which it is to compute, and which it may drop.
 
 A request begins when the worker has the outputs of all its items whose tokens are not cached. Until then it waits, and others pass it. It holds
-these outputs until its prompt is computed. What nobody holds is kept for others; the least recently used is dropped first. Items are encoded in
-batches, one at a time, each in slices, of which a step computes a few, so that decode rows do not wait for all of it.
+these outputs until its prompt is computed. What nobody holds is kept for others, until there is no room: `turns.Kept` says which goes first. Items
+are encoded in batches, one at a time, each in slices, of which a step computes a few, so that decode rows do not wait for all of it.
 
 There is room for `max_rows` rows of outputs. It is given in the order in which requests are admitted: the first that finds too little takes it from
 those that wait behind it, and until there is enough, nobody behind it gets any. A request that needs more gets it when nobody holds any.
@@ -11,7 +11,7 @@ Does not encode, and does not decide the order. Runs in the scheduler's thread.
 """
 
 import math
-from collections import OrderedDict
+import sys
 from collections.abc import Mapping
 
 from msgspec.structs import replace
@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from headrace.messages.media import MAX_BATCH_BYTES, EncodingStats, MediaItem, num_parts
 from headrace.messages.step import EncodeWork, StepResult
 from headrace.scheduler.request import Req
+from headrace.turns import Kept
 
 _SMOOTHING = 0.3
 """Weight of the latest step in the time that a slice is expected to take."""
@@ -33,8 +34,9 @@ class Encodings:
         self.stats = EncodingStats()
         self._max_rows = max_rows
         self._num_slices = num_slices
-        # What the worker has, the least recently used first, and what it is to compute, in the order in which it was asked for.
-        self._ready: OrderedDict[bytes, int] = OrderedDict()
+        # What the worker has, of it what nobody holds, and what it is to compute, in the order in which it was asked for.
+        self._ready: dict[bytes, int] = {}
+        self._left: Kept[bytes, None] = Kept(sys.maxsize)
         self._wanted: dict[bytes, MediaItem] = {}
         self._batch: dict[bytes, MediaItem] = {}
         self._num_parts = 1
@@ -87,6 +89,8 @@ class Encodings:
             if not holders:
                 del self._holders[key]
                 self._wanted.pop(key, None)
+                if key in self._ready:
+                    self._left.put(key, None, self._ready[key], req.asked.tenant)
 
     def take_work(self, decode_s: float, max_step_s: float) -> EncodeWork | None:
         """What the step that is being planned does for the encoder, or None. decode_s: expected time of its decode rows, infinite without
@@ -115,6 +119,8 @@ class Encodings:
         for key in result.encoded:
             if (item := self._batch.pop(key, None)) is not None:
                 self._ready[key] = item.num_tokens
+                if key not in self._holders:
+                    self._left.put(key, None, item.num_tokens, "")
                 self._count(num_encoded=1, num_tokens=item.num_tokens)
         failed: dict[Req, str] = {}
         for key, message in result.encode_errors.items():
@@ -133,6 +139,7 @@ class Encodings:
     def clear(self) -> None:
         """Drop all outputs, since the weights change, and what is being computed. Requests ask again for what they need."""
         self._ready.clear()
+        self._left = Kept(sys.maxsize)
         self._wanted.clear()
         self._batch.clear()
         self._slices_left = 0
@@ -155,7 +162,7 @@ class Encodings:
         for key, item in more.items():
             self._holders.setdefault(key, set()).add(req)
             if key in self._ready:
-                self._ready.move_to_end(key)
+                self._left.drop(key)
                 self._count(num_hits=1)
             elif key not in self._batch:
                 self._wanted.setdefault(key, item)
@@ -190,14 +197,13 @@ class Encodings:
         return tuple(self._batch.values())
 
     def _drop_excess(self) -> None:
-        """Drop what was used least recently until the rest, with the batch, is no more than there is room for."""
+        """Drop what nobody holds until the rest, with the batch, is no more than there is room for."""
         num_rows = sum(self._ready.values()) + sum(item.num_tokens for item in self._batch.values())
-        for key in list(self._ready):
-            if num_rows <= self._max_rows:
-                return
-            if key not in self._holders:
-                num_rows -= self._ready.pop(key)
-                self._dropped.append(key)
+        while num_rows > self._max_rows and len(self._left):
+            key = self._left.next_to_go()
+            self._left.drop(key)
+            num_rows -= self._ready.pop(key)
+            self._dropped.append(key)
 
     def _slices_in(self, seconds: float) -> int:
         """How many slices of the batch a step computes that has so much time for them: at least one."""
