@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 import json
 import queue
 import sys
@@ -15,6 +16,7 @@ import pytest
 from fake_frontend import CONTEXT_LENGTH, MODEL, Running
 from hypothesis import given
 from hypothesis import strategies as st
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from headrace.errors import CapacityError, HeadraceError, RequestError, TooLargeError
 from headrace.messages.packing import pack_float32
@@ -294,6 +296,21 @@ async def test_a_large_body_of_a_client_that_left_in_the_middle_counts_as_freed(
 
 def test_the_event_loop_gets_pythons_lock_soon_while_the_server_runs(server: Running):
     assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
+def test_what_is_left_of_requests_goes_without_a_collection(client: httpx.Client, route: str):
+    """Of those before the last one, which its connection may still know."""
+    body = {**ROUTES[route][1], "prompt": "hi"} if route == "/tokenize" else ROUTES[route][1]
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(one, RequestResponseCycle) for one in gc.get_objects())
+        for _ in range(10):
+            assert post(client, route, json.dumps(body).encode()).status_code == 200
+        assert sum(isinstance(one, RequestResponseCycle) for one in gc.get_objects()) <= before + 2
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("content", [b'{"text": "hi"}', b"{", b'{"text": "' + b"x" * 40_000 + b'"}', b"[" * 40_000])

@@ -121,6 +121,11 @@ def test_a_reply_is_what_openai_s_client_gets(server: Running, chats: Any) -> No
     assert first.sampling_params == second.sampling_params
 
 
+def test_fields_that_ask_for_nothing_more_are_accepted(chats: Any) -> None:
+    plain = chats.whole(asked())
+    assert chats.whole(asked(logprobs=False, top_logprobs=0, prompt_logprobs=0)).text == plain.text
+
+
 def test_the_deltas_of_a_stream_add_up_to_the_reply(chats: Any) -> None:
     reply = chats.whole(asked())
     deltas = chats.stream(asked())

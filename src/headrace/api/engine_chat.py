@@ -19,6 +19,7 @@ from headrace.launch import RunningEngine
 from headrace.messages.bodies import converted
 from headrace.messages.requests import EmbeddingReqInput
 from headrace.server.context import Program, ServerStatus, ServingContext
+from headrace.server.http import encode_json
 from headrace.server.openai.chat import ChatGeneration, ChatServing
 from headrace.server.openai.protocol import ChatCompletionRequest
 from headrace.server.pooling.calls import results_of
@@ -60,7 +61,7 @@ class EngineChat:
             count.add(update)
         serving.headers(generation)  # the log names what is not honoured as it stands
         completion = serving.response(generation, news, count.total())
-        return read_reply(msgspec.to_builtins(completion))
+        return read_reply(json.loads(encode_json(completion)))
 
     async def encoded(self, request: EmbeddingReqInput) -> list[SampleUpdate]:
         """The results of all inputs, in order; thousands of them are sent in chunks. Raises RequestError, CapacityError, ExecutionError."""

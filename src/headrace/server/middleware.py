@@ -83,7 +83,11 @@ class RequestIdMiddleware(HttpMiddleware):
                 message = {**message, "headers": [*message.get("headers", ()), *more]}
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
+        try:
+            await self.app(scope, receive, send_with_id)
+        finally:
+            # It refers to the scope: all of the request would wait for the garbage collection.
+            del scope["headrace.write"]
 
 
 class RouteNames:
