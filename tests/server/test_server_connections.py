@@ -262,6 +262,22 @@ def test_a_body_that_stalls_once_is_read(server: Running, monkeypatch: pytest.Mo
         assert read_reply(sock).startswith(b"HTTP/1.1 200")
 
 
+def test_a_request_that_begins_after_its_connection_was_lost_takes_no_place(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+):
+    lose, held = listener.LimitedProtocol.connection_lost, queue.SimpleQueue[dict[str, int]]()
+
+    def then_begin(protocol: listener.LimitedProtocol, exc: Exception | None) -> None:
+        lose(protocol, exc)
+        protocol.belong_to("late", {})
+        held.put(dict(protocol._shares._own))
+
+    monkeypatch.setattr(listener.LimitedProtocol, "connection_lost", then_begin)
+    with raw(server):
+        pass
+    assert "late" not in held.get(timeout=20)
+
+
 def test_a_client_that_never_reads_is_cut_off(server: Running, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(listener, "WRITE_STALL_S", 0.1)
     server.frontend.script.text = "x" * 400

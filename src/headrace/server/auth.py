@@ -76,7 +76,7 @@ class AuthMiddleware(HttpMiddleware):
         scope["headrace.address"] = address
         turn, weight = (tenant.name, tenant.limits.weight) if tenant is not None else (address, 1.0)
         work_for(turn, weight)
-        if (belong_to := scope.get("headrace.belong_to")) is not None:
+        if (belong_to := scope.pop("headrace.belong_to", None)) is not None:
             belong_to(turn, scope)
         await self.app(scope, receive, send)
 

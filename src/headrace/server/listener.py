@@ -115,7 +115,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._shares = shares
         self._beginnings = beginnings
         self._turn_of = turn_of
-        self._tenant: str | None = None  # whose connection it is; None = refused
+        self._tenant: str | None = None  # whose connection it is; None = refused, or gone
         self._timers: dict[Literal["deadline", "stall", "rate"], asyncio.TimerHandle] = {}
         self._body_bytes = 0
         self._window_bytes = 0  # of the body, in the window of its rate
@@ -161,6 +161,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._cancel(name)
         if self._tenant is not None:
             self._shares.give_back(self._tenant, 1)
+            self._tenant = None  # a request that begins only now would take another place for it
         super().connection_lost(exc)
         # uvicorn notifies only the newest request, but an earlier one may be the one being answered.
         for cycle in self._cycles:
