@@ -81,7 +81,7 @@ class KvPool:
 
 
 def zero_filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros for a KV cache. On CPU, memory is allocated when it is first written, in huge pages if the system supports them: an idle
+    """Zeros for a KV cache. On CPU, memory is allocated when it is first written, in huge pages if the system has them for shared memory: an idle
     pool costs almost nothing."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes == 0:
