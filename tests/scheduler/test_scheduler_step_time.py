@@ -267,6 +267,25 @@ def test_a_long_step_ends_before_the_next_is_planned_where_another_tenant_may_se
     assert max(in_flight[10:]) == most - 1  # a turn ends with the oldest step
 
 
+def test_prompts_of_another_tenant_go_on_beside_streams_that_take_most_of_a_step():
+    def num_steps(tenant):
+        rig = rig_of(LIMIT_S, default_step_s=LIMIT_S)
+        took = mixed_steps(rig, (2e-3, 0.0, 0.025, 0.0))
+        add_requests(rig, 1, 300, max_new_tokens=1)  # what a token costs is learnt
+        rig.drain()
+        for number in range(6):
+            rig.add(f"stream{number}", [0, 1, number % 2], 300, tenant="a", ignore_eos=True)
+        for _ in range(8):
+            rig.turn()
+        took.clear()
+        rig.add("long", [1] * 600, 1, tenant=tenant, ignore_eos=True)
+        while "long" not in rig.finish:
+            rig.turn()
+        return len(took)
+
+    assert num_steps("b") <= 1.2 * num_steps("a")
+
+
 class Timeline:
     """Simulated time: a step takes what `costs` say, and the next one begins when it ends."""
 

@@ -392,7 +392,7 @@ class CallState:
 
     def notify(self, state: ReqState) -> None:
         """`state` has something new. A waiter that does not stream is woken only at the end."""
-        if self.stream or state.finish is not None:
+        if not self.abandoned and (self.stream or state.finish is not None):
             self._news[state.index] = state
             self._wake()
 

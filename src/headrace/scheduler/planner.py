@@ -182,7 +182,9 @@ def _prompt_budget(state: SchedulerState, batch: ScheduleBatch) -> PromptBudget 
     if batch.rows:
         if config.max_step_s != config.default_step_s:
             return PromptBudget.beside(batch.work(), tokens, state.cost, config.max_step_s)
-        usual_s = min(config.max_step_s, state.cost.shared_step_s) if state.shares.are_several else config.max_step_s
+        usual_s = config.max_step_s
+        if state.shares.are_several:
+            usual_s = min(usual_s, max(state.cost.shared_step_s, 2 * state.cost.seconds(batch.work())))
         return PromptBudget.beside(batch.work(), tokens, state.cost, usual_s, LONGEST_MIXED * usual_s)
     # There are as many steps in flight as stages, and they end one after the other.
     longest_s = state.cost.shared_step_s if state.shares.are_several else ALONE_STEP_S
