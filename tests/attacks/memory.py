@@ -2,7 +2,7 @@
 
 A server of SmolLM2 gets chats, completions with a schema, several samples and logprobs, of the model and of adapters, by clients at nice 19. Every so
 often the weights are updated from a checkpoint, and an adapter is loaded while the oldest is unloaded. Once a minute the private memory of the
-scheduler is read (`/proc/PID/smaps`), apart from the KV pool, which only fills up.
+scheduler is read (`/proc/PID/smaps`), apart from the KV pool, which only fills up: the median of some seconds, at least `SETTLE_S` after an update.
 
     python tests/attacks/memory.py --minutes 60
 """
@@ -46,6 +46,9 @@ WORDS = [
     "market",
 ]
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ *(.*)")
+SETTLE_S = 15
+"""So long after an update, the memory of the weights before it has gone back to the system."""
+NUM_SAMPLES = 11
 _ARENA = 64 << 20
 """malloc begins the memory of an arena at a multiple of this."""
 
@@ -155,13 +158,14 @@ def attack(minutes: float, every_s: float, num_clients: int = NUM_CLIENTS) -> di
         load.start()
         begin_s = time.monotonic()
         try:
-            changes = 0
+            changes, changed_s = 0, 0.0
             while (now_s := time.monotonic() - begin_s) < 60 * minutes:
-                if now_s >= 60 * len(series):
+                if now_s >= 60 * len(series) and (now_s >= changed_s + SETTLE_S or not changes):
                     series.append(point(now_s, changes, load, scheduler))
                 if now_s >= every_s * changes:
                     changes += 1
                     change(runtime, load, Path(folder), changes)
+                    changed_s = time.monotonic() - begin_s
                 time.sleep(0.2)
             series.append(point(now_s, changes, load, scheduler))
         finally:
@@ -170,8 +174,14 @@ def attack(minutes: float, every_s: float, num_clients: int = NUM_CLIENTS) -> di
 
 
 def point(now_s: float, changes: int, load: Load, scheduler: int) -> dict[str, Any]:
-    found = {"minute": round(now_s / 60, 1), "updates": changes, "answers": load.answers.total()}
-    found |= private_mb(scheduler)
+    """The median of some seconds: a step's own tensors come and go."""
+    found: dict[str, Any] = {"minute": round(now_s / 60, 1), "updates": changes, "answers": load.answers.total()}
+    samples = []
+    for _ in range(NUM_SAMPLES):
+        samples.append(private_mb(scheduler))
+        time.sleep(1)
+    samples.sort(key=lambda each: each["all"])
+    found |= samples[NUM_SAMPLES // 2] | {"lowest": samples[0]["all"], "highest": samples[-1]["all"]}
     print(json.dumps(found), file=sys.stderr, flush=True)
     return found
 
