@@ -160,9 +160,10 @@ def attack(minutes: float, every_s: float, num_clients: int = NUM_CLIENTS) -> di
         try:
             changes, changed_s = 0, 0.0
             while (now_s := time.monotonic() - begin_s) < 60 * minutes:
-                if now_s >= 60 * len(series) and (now_s >= changed_s + SETTLE_S or not changes):
-                    series.append(point(now_s, changes, load, scheduler))
-                if now_s >= every_s * changes:
+                if now_s >= 60 * len(series):
+                    if now_s >= changed_s + SETTLE_S or not changes:
+                        series.append(point(now_s, changes, load, scheduler))
+                elif now_s >= every_s * changes:
                     changes += 1
                     change(runtime, load, Path(folder), changes)
                     changed_s = time.monotonic() - begin_s
