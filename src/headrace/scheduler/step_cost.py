@@ -151,7 +151,7 @@ ALONE_STEP_S = 0.8
 predicted wrongly, their first token comes within 1.2 s."""
 
 
-SHARED_STEP_S = 0.08
+SHARED_STEP_S = 0.1
 LEAST_FIXED = 10
 """The same where several tenants are present, any of whom may send something small next, also if streams wait: but so many times as long as a step of
 no tokens takes, so that most of the time is left for tokens, and twice as long as the streams take alone, so that prompts go on."""
