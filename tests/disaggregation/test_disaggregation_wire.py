@@ -1,7 +1,9 @@
 """What two servers say to each other: frames that arrive whole or not at all, and a beginning that only who knows the secret gets through."""
 
 import contextlib
+import faulthandler
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -182,7 +184,9 @@ class Two:
 def until(condition) -> None:
     end_s = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < end_s
+        if time.monotonic() >= end_s:
+            faulthandler.dump_traceback(sys.__stderr__)
+            raise AssertionError("it did not come to that: stderr has what each thread waits for")
         time.sleep(0.002)
 
 
