@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from headrace.config.web import PrefillHosts
-from headrace.disaggregation import wire
+from headrace.disaggregation import sink, wire
 from headrace.disaggregation.shared_memory import Ring
 from headrace.disaggregation.sink import Incoming, PageSink
 from headrace.disaggregation.source import Outgoing, PageSource
@@ -51,7 +51,7 @@ class Pages:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "SILENT_S", WAIT_S)
+    monkeypatch.setattr(wire, "SILENT_S", 2 * WAIT_S)
 
 
 @pytest.fixture
@@ -130,13 +130,31 @@ def test_a_prefill_server_without_the_secret_is_refused(ends):
 def test_a_damaged_frame_ends_the_connection(change: int):
     one, other = socket.socketpair()
     with one, other:
-        wire.Connection(one).send(wire.Pages(1, 2, 3), b"x" * 500)
+        sender = wire.Connection(one)
+        sender.send(wire.Pages(1, 2, 3), b"x" * 500)
         frame = bytearray(other.recv(4096))
         frame[change] ^= 4
         one.sendall(frame)
         one.shutdown(socket.SHUT_WR)
         with pytest.raises(wire.Lost):
             wire.Connection(other).receive()
+
+
+def test_the_number_of_a_closed_connection_is_no_other_socket_s_while_a_thread_may_wait_for_it():
+    sock, other = socket.socketpair()
+    connection = wire.Connection(sock)
+    number = sock.fileno()
+    connection.close()
+    connection.close()
+    assert sock.fileno() == number
+    assert other.recv(1) == b"", "the other side is told at once"
+    with pytest.raises(wire.Lost):
+        connection.receive()
+    with pytest.raises(wire.Lost):
+        connection.send(wire.Beat())
+    del connection
+    assert sock.fileno() == -1
+    other.close()
 
 
 def test_much_is_not_taken_from_a_stranger(ends):
@@ -404,6 +422,27 @@ def test_prefill_servers_that_do_not_answer_leave_nothing(monkeypatch):
         silent.close()
         two.sink.weights_changed()
         until(lambda: waits.is_done and not two.sink.peers)
+
+
+def test_a_connection_that_comes_late_is_not_waited_for(monkeypatch):
+    """Weights change while the sink connects to somebody who accepts and says nothing."""
+    began, goes_on = threading.Event(), threading.Event()
+    connect = sink._Peer._connect
+
+    def late(*given: object) -> socket.socket:
+        connected = connect(*given)
+        began.set()
+        goes_on.wait(WAIT_S)
+        return connected
+
+    monkeypatch.setattr(sink._Peer, "_connect", late)
+    with Two() as two, socket.create_server(("127.0.0.1", 0)) as silent:
+        waits = Incoming("127.0.0.1", silent.getsockname()[1], 1, "w", b"", 1, pages=[9])
+        two.sink.ask(waits)
+        assert began.wait(WAIT_S)
+        two.sink.weights_changed()
+        goes_on.set()
+        until(lambda: waits.is_done)
 
 
 def test_a_replica_that_there_is_not_is_named():

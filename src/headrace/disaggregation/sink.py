@@ -243,7 +243,7 @@ class _Peer:
         self.name = f"{host}:{port + replica}"
 
     def close(self) -> None:
-        self.is_lost = True
+        self.is_lost = True  # before it looks for a connection: `_begin` has one first and looks at this then
         if self._connection is not None:
             self._connection.close()
 
@@ -251,8 +251,6 @@ class _Peer:
         why, is_wrong = "its prefill server was lost", False
         try:
             self._begin()
-            if self.is_lost:
-                raise wire.Lost("it is not needed any more")
             threading.Thread(target=self._send, name="kv-sink-sends", daemon=True).start()
             connection = self._connection
             assert connection is not None
@@ -273,6 +271,8 @@ class _Peer:
         facts = self._sink.facts.read()
         host, port, replica = self._address
         self._connection = wire.Connection(self._connect(host, port + replica))
+        if self.is_lost:
+            raise wire.Lost("it is not needed any more")
         if self._sink.uses_memory:
             try:
                 self._ring = Ring.create()

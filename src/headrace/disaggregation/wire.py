@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -147,6 +148,8 @@ class Connection:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
+        # Not in `close`: a thread that is about to wait for the socket has its number, which another socket could get then.
+        weakref.finalize(self, sock.close)
         self._sending = threading.Lock()
         self._buffer = bytearray()
         self.trusts = False
@@ -189,7 +192,6 @@ class Connection:
         """Idempotent. A thread in `receive` or `send` ends with Lost."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
     def _exactly(self, view: memoryview) -> memoryview:
         place = 0
