@@ -45,6 +45,7 @@ class MarkedWorker:
         self.pages, self.pages_refusal = worker.pages, worker.pages_refusal
         self.profile = worker.profile
         self.count_experts = worker.count_experts
+        self.ends_within = worker.ends_within
         self.steps: list[MarkedStep] = []
 
     def submit(self, batch: ModelWorkerBatch) -> None:

@@ -303,6 +303,9 @@ class FakeWorker:
     def close(self) -> None:
         self.closed = True
 
+    def ends_within(self, wait_s: float) -> bool:
+        return True
+
     def collect(self) -> StepResult:
         batch = self.queue.popleft()
         for new in batch.new:

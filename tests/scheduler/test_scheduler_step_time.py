@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.messages.step import ModelWorkerBatch
 from headrace.scheduler.step_cost import (
+    LEAD,
     LEAST_FIXED,
     LEAST_SHARE,
     LEAST_TOKENS,
@@ -265,6 +266,32 @@ def test_a_long_step_ends_before_the_next_is_planned_where_another_tenant_may_se
         in_flight.append(len(rig.state.in_flight))
 
     assert max(in_flight[10:]) == most - 1  # a turn ends with the oldest step
+
+
+def test_the_next_step_is_planned_shortly_before_a_long_one_should_end_and_has_what_came_meanwhile():
+    rig = rig_of(LIMIT_S)
+    mixed_steps(rig, (1e-5, 0.0, 0.025, 0.0), every=True)
+    for number in range(4):
+        rig.add(f"r{number}", [0, 1, number % 2], 60, tenant="ab"[number % 2], ignore_eos=True)
+    for _ in range(20):
+        rig.turn()
+    waited = []
+
+    def ends_within(wait_s):
+        waited.append(wait_s)
+        rig.now += wait_s
+        return False
+
+    rig.worker.ends_within = ends_within
+    rig.turn()
+    (awaited,) = rig.state.in_flight
+    rig.add("late", [0, 1, 1], 2, tenant="b", ignore_eos=True)
+    rig.turn()
+
+    assert waited == [pytest.approx(0.1 - LEAD * 0.1, rel=0.01)]
+    (after,) = rig.state.in_flight
+    assert (awaited.step + 1, len(awaited.rows), len(after.rows)) == (after.step, 4, 5)
+    rig.drain()
 
 
 def test_prompts_of_another_tenant_go_on_beside_streams_that_take_most_of_a_step():

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -76,6 +76,10 @@ class Lane(ABC):
     @abstractmethod
     def collect(self) -> StepResult:
         """See `Worker.collect`."""
+
+    def ends_within(self, wait_s: float) -> bool:
+        """See `Worker.ends_within`."""
+        return True
 
     def between(self, act: Callable[[], _Reply]) -> _Reply:
         """Call `act` after the steps that were submitted, in their thread, and wait for what it returns. Raises its HeadraceError."""
@@ -151,6 +155,7 @@ class ThreadedLane(Lane):
         self._done: queue.SimpleQueue[StepResult | ExecutionError] = queue.SimpleQueue()
         self._num_in_flight = 0
         self._finished: StepResult | ExecutionError | None = None
+        self._next: StepResult | ExecutionError | None = None
         self._thread = threading.Thread(target=self._run, name="model-worker", daemon=True)
         self._thread.start()
 
@@ -161,9 +166,15 @@ class ThreadedLane(Lane):
 
     def collect(self) -> StepResult:
         assert self._num_in_flight > 0, "collect without a step in flight"
-        result = self._done.get()
+        result, self._next = self._next or self._done.get(), None
         self._num_in_flight -= 1
         return _raised(result)
+
+    def ends_within(self, wait_s: float) -> bool:
+        if self._next is None:
+            with suppress(queue.Empty):
+                self._next = self._done.get(timeout=wait_s)
+        return self._next is not None
 
     def between(self, act: Callable[[], _Reply]) -> _Reply:
         done: queue.SimpleQueue[_Reply | HeadraceError] = queue.SimpleQueue()
@@ -238,6 +249,9 @@ class ModelWorker(Generic[_Host]):
     def submit(self, batch: ModelWorkerBatch) -> None:
         """See `Worker.submit`; errors are raised by `collect`."""
         self.lane.submit(batch)
+
+    def ends_within(self, wait_s: float) -> bool:
+        return self.lane.ends_within(wait_s)
 
     def collect(self) -> StepResult:
         return self.lane.collect()

@@ -230,6 +230,9 @@ class Worker(Protocol):
     def submit(self, batch: ModelWorkerBatch) -> None:
         """Start (or run) a step. With overlap it returns before the step has run."""
 
+    def ends_within(self, wait_s: float) -> bool:
+        """Wait so long at most for the oldest step. Whether `collect` would return at once, or that cannot be said."""
+
     def collect(self) -> StepResult:
         """The oldest step's result; waits for it. Raises ExecutionError when the whole step failed (its rows have no results)."""
 

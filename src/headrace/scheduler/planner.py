@@ -17,7 +17,9 @@ from headrace.scheduler.retract import Preemption, expected_tokens, has_begun
 from headrace.scheduler.state import ScheduleBatch, SchedulerState
 from headrace.scheduler.step_cost import (
     ALONE_STEP_S,
+    LEAD,
     LEAST_AWAITED_S,
+    LEAST_LEAD_S,
     LEAST_TOKENS,
     LONGEST_MIXED,
     SHORTER_SHARE,
@@ -40,7 +42,7 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     """The next step, or None when there is nothing to do, at least until a step in flight is committed."""
     if state.waiting or state.shares.are_several:
         state.shares.look(state.running, state.waiting, state.num_places, now_s)
-    if state.gate.holds or _waits_for_drafts(state) or _waits_for_others(state):
+    if state.gate.holds or _waits_for_drafts(state) or seconds_until_next(state, now_s) > 0:
         return None
     state.now_s = now_s
     state.encodings.begin_plan()
@@ -125,12 +127,20 @@ def _waits_for_drafts(state: SchedulerState) -> bool:
     return any(req.waits_for_drafts for req in state.running)
 
 
-def _waits_for_others(state: SchedulerState) -> bool:
-    """Whether the next step waits for the one in flight, so that what another tenant sends meanwhile is in it: several are present, and the step is
-    so long that planning beside it saves little."""
+def seconds_until_next(state: SchedulerState, now_s: float) -> float:
+    """How long the next step is not to be planned yet, so that what another tenant sends meanwhile is in it: several are present, and the one in
+    flight takes long. It is planned shortly before that one should end, so that the cores do not wait for it."""
     if state.config.num_stages > 1 or not state.in_flight or not state.shares.are_several:
-        return False
-    return state.cost.seconds(state.in_flight[-1].work()) >= LEAST_AWAITED_S
+        return 0.0
+    last = state.in_flight[-1]
+    if last.num_prompt_tokens or state.last_decode is None:
+        expected_s = state.cost.seconds(last.work())
+    else:
+        expected_s = state.last_decode[1]
+    if expected_s < LEAST_AWAITED_S:
+        return 0.0
+    begun_s = max(last.planned_s, state.collected_s)
+    return begun_s + expected_s - max(LEAST_LEAD_S, LEAD * expected_s) - now_s
 
 
 def _most_logits(state: SchedulerState) -> int:

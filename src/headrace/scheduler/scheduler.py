@@ -165,13 +165,22 @@ class Scheduler:
         if state.in_flight:
             if self._idle:
                 self._leave_idle()
-            self._commit_oldest()
-            if self._operations.sleep_s:
-                time.sleep(self._operations.sleep_s)
+            if self._ends_before_next():
+                self._commit_oldest()
+                if self._operations.sleep_s:
+                    time.sleep(self._operations.sleep_s)
         now = self._clock()
         self.loras.advance(state, now)
         if now >= self._next_stats_s and not self._idle:
             self._report(now)
+
+    def _ends_before_next(self) -> bool:
+        """Wait for a step in flight until it has ended, or until the next one is to be planned. Whether it has, or is to be waited for."""
+        state = self.state
+        if len(state.in_flight) == self.config.max_steps_in_flight:
+            return True
+        wait_s = planner.seconds_until_next(state, self._clock())
+        return wait_s <= 0 or self.worker.ends_within(wait_s)
 
     def _commit_oldest(self) -> None:
         state = self.state
@@ -183,7 +192,7 @@ class Scheduler:
             state.in_flight.popleft()
             self._send(commit.fail(state, batch, error.message))
             return
-        begin_s = self._clock()
+        begin_s = state.collected_s = self._clock()
         state.in_flight.popleft()
         commit.count_step(state, batch, result)
         self._send(commit.commit(state, batch, result))

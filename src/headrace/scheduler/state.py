@@ -217,7 +217,7 @@ class SchedulerState:
     running: admitted requests in order of admission, ended ones included while a step in flight uses them.
     compiling: requests that will wait once their grammar is compiled. encodings: outputs of the media encoder.
     tier: requests that will wait once their prefix is loaded; None without --kv-cache-dir. rooms: with --disaggregation-mode.
-    by_rid: requests that have not ended. in_flight: oldest first.
+    by_rid: requests that have not ended. in_flight: oldest first. collected_s: when the last one ended that is not in it.
     ended: requests that the planner ended; their last output is still to be sent.
     now_s: start of the step that is being planned.
     moved: rid -> whether it runs now, of those that began to run or wait again since that was last told. prompts: of those whose prompt is not yet
@@ -239,6 +239,7 @@ class SchedulerState:
     running: list[Req] = field(default_factory=list)
     by_rid: dict[str, Req] = field(default_factory=dict)
     in_flight: deque[ScheduleBatch] = field(default_factory=deque)
+    collected_s: float = 0.0
     groups: SampleGroups = field(default_factory=SampleGroups)
     ended: list[Req] = field(default_factory=list)
     moved: dict[str, bool] = field(default_factory=dict)

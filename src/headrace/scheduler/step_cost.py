@@ -157,7 +157,10 @@ LEAST_FIXED = 10
 no tokens takes, so that most of the time is left for tokens, and twice as long as the streams take alone, so that prompts go on."""
 
 LEAST_AWAITED_S = 0.03
-"""Where several tenants are present, a step that takes so long ends before the next one is planned, which takes a few milliseconds."""
+LEAST_LEAD_S = 0.006
+LEAD = 0.1
+"""Where several tenants are present and a step takes so long, the next one is planned so many seconds, or such a part of it, before it should end:
+planning takes a few milliseconds, and steps end somewhat earlier than expected."""
 
 
 class PromptBudget:
