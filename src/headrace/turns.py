@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -73,18 +73,21 @@ def asking() -> Asked:
     return _ASKED.get()
 
 
-def is_within_share(tenant: str, own: int, held: int, most: int, own_per_free: int = OWN_PER_FREE) -> bool:
+def is_within_share(
+    tenant: str, own: int, held: int, most: int, own_per_free: float = OWN_PER_FREE, weight: float = 1.0
+) -> bool:
     """Whether a tenant may hold `own` of the `held` of all, which are at most `most`.
 
-    It may hold at most `own_per_free` times what is free, so that there is always room for another: the dynamic threshold of A. K. Choudhury
-    and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
+    It may hold at most `own_per_free` times what is free, and by its weight more or less, so that there is always room for another: the dynamic
+    threshold of A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
     """
-    return held <= most and (not tenant or own <= own_per_free * (most - held))
+    return held <= most and (not tenant or own <= own_per_free * weight * (most - held))
 
 
-def most_of_one(most: int) -> int:
+def most_of_one(most: int, weight: float = 1.0) -> int:
     """What a tenant that is alone may hold."""
-    return most * OWN_PER_FREE // (1 + OWN_PER_FREE)
+    own_per_free = OWN_PER_FREE * weight
+    return int(most * own_per_free / (1 + own_per_free))
 
 
 @dataclass(slots=True)
@@ -98,11 +101,11 @@ class Shares:
     held: int = 0
     _own: dict[str, int] = field(default_factory=dict)
 
-    def take(self, tenant: str, amount: int, of_item: int = 0) -> bool:
+    def take(self, tenant: str, amount: int, of_item: int = 0, weight: float = 1.0) -> bool:
         """Hold `amount` more, for an item of which `of_item` is held already. False if that is above the tenant's share; then nothing changes."""
         amount = self._counted(of_item + amount) - self._counted(of_item)
         own, held = self._own.get(tenant, 0) + amount, self.held + amount
-        if amount and not is_within_share(tenant, own, held, self.most, self.own_per_free):
+        if amount and not is_within_share(tenant, own, held, self.most, self.own_per_free, weight):
             return False
         self.held = held
         self._own[tenant] = own
@@ -118,6 +121,74 @@ class Shares:
 
     def _counted(self, of_item: int) -> int:
         return max(0, of_item - self.always)
+
+
+class Places:
+    """How many are in at a time, in all and by host, of which each tenant leaves some to others (`Shares`). Those who wait come in in order, but not
+    before there is room for their host and their tenant. Used in one event loop."""
+
+    def __init__(self, most: int, most_of_host: int | None = None) -> None:
+        self._most_of_host = most if most_of_host is None else most_of_host
+        self._shares = Shares(most)
+        self._of_host: dict[str, Shares] = {}
+        self._waiting: list[tuple[str, Asked, asyncio.Future[None]]] = []
+
+    @property
+    def num_taken(self) -> int:
+        return self._shares.held
+
+    @property
+    def hosts(self) -> list[str]:
+        """Those of which some are in."""
+        return [*self._of_host]
+
+    @asynccontextmanager
+    async def one(self, refusal: str, limit_s: float | None = None, host: str = "") -> AsyncIterator[None]:
+        """A place of the running task's tenant. Raises CapacityError if it has to be waited for longer than that."""
+        tenant = await self.take(refusal, limit_s, host)
+        try:
+            yield
+        finally:
+            self.leave(tenant, host)
+
+    async def take(self, refusal: str = "", limit_s: float | None = None, host: str = "") -> str:
+        """As `one`, until `leave`. Returns the tenant."""
+        asked = asking()
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((host, asked, place))
+        self._let_in()
+        try:
+            async with asyncio.timeout(limit_s):
+                await place
+        except BaseException as error:
+            if place.done() and not place.cancelled():
+                self.leave(asked.tenant, host)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise CapacityError(refusal, retry_after_s=5) from None
+        return asked.tenant
+
+    def leave(self, tenant: str, host: str = "") -> None:
+        self._shares.give_back(tenant, 1)
+        self._of_host[host].give_back(tenant, 1)
+        if not self._of_host[host].held:
+            del self._of_host[host]
+        self._let_in()
+
+    def _let_in(self) -> None:
+        left = []
+        for host, asked, place in self._waiting:
+            if place.done():
+                continue
+            of_host = self._of_host.get(host) or Shares(self._most_of_host)
+            if of_host.take(asked.tenant, 1, weight=asked.weight):
+                if self._shares.take(asked.tenant, 1, weight=asked.weight):
+                    self._of_host[host] = of_host
+                    place.set_result(None)
+                    continue
+                of_host.give_back(asked.tenant, 1)
+            left.append((host, asked, place))
+        self._waiting = left
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -17,9 +18,11 @@ from headrace.turns import (
     Asked,
     Beginnings,
     Kept,
+    Places,
     Shares,
     Turns,
     is_large,
+    most_of_one,
     work_for,
 )
 
@@ -274,6 +277,21 @@ def test_nobody_holds_so_much_that_another_has_no_room():
     assert shares.held == 140 + 60 + held // 2
 
 
+def test_two_that_take_all_they_may_hold_as_their_weights_are():
+    shares, own = Shares(4500), Counter()
+    weights = {"heavy": 10.0, "light": 1.0}
+    for _ in range(4500):
+        own.update(tenant for tenant, weight in weights.items() if shares.take(tenant, 1, weight=weight))
+    for _ in range(4500):
+        for tenant, weight in weights.items():
+            shares.give_back(tenant, 1)
+            own[tenant] += 2 * shares.take(tenant, 2, weight=weight) - 1
+            own[tenant] += shares.take(tenant, 1, weight=weight)
+    assert own["light"] == pytest.approx(4500 * 4 / 45, rel=0.02)
+    assert own["heavy"] == pytest.approx(4500 * 40 / 45, rel=0.02)
+    assert most_of_one(4500, 0.25) == 2250
+
+
 def test_what_is_never_refused_takes_no_room():
     """Many small bodies, which one client begins and never ends, are no reason to refuse those of others."""
     shares = Shares(1000, always=10)
@@ -283,6 +301,43 @@ def test_what_is_never_refused_takes_no_room():
     shares.give_back("a", 10)
     shares.give_back("b", 800)
     assert shares.held == 0
+
+
+def test_a_cancelled_wait_takes_no_place():
+    async def run() -> None:
+        places = Places(1, 1)
+        await places.take(host="a")
+        waits = [asyncio.create_task(places.take(host="b")) for _ in range(3)]
+        await asyncio.sleep(0)
+        waits[0].cancel()
+        places.leave("", "a")
+        waits[1].cancel()  # it has its place, and has not run since
+        await asyncio.gather(*waits[:2], return_exceptions=True)
+        await asyncio.wait_for(waits[2], 5)
+        assert places.hosts == ["b"]
+        assert places.num_taken == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("hosts", [["h"], [f"h{number}" for number in range(10)]], ids=["one", "many"])
+async def test_a_tenant_leaves_places_for_others(hosts: list[str]):
+    async def take(tenant: str, host: str) -> None:
+        work_for(tenant)
+        async with places.one("", host=host):
+            await ends.wait()
+
+    places, ends = Places(10, 10), asyncio.Event()
+    tasks = [asyncio.create_task(take("a", hosts[number % len(hosts)])) for number in range(20)]
+    await asyncio.sleep(0)
+    assert places.num_taken == 8
+    tasks.append(asyncio.create_task(take("b", hosts[0])))
+    await asyncio.sleep(0)
+    assert places.num_taken == 9
+    ends.set()
+    await asyncio.gather(*tasks)
+    assert places.num_taken == 0
+    assert not places.hosts
 
 
 def kept(max_size: int, *values: tuple[str, str, int], max_items: int = 1000) -> Kept[str, None]:

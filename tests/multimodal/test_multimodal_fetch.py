@@ -14,10 +14,9 @@ from headrace.config.server_args import ServerArgs
 from headrace.config.web import MediaArgs, MediaDomains, media_args, parse_media_domains, parse_media_folder
 from headrace.errors import CapacityError, ConfigError
 from headrace.multimodal import fetch
-from headrace.multimodal.fetch import Fetcher, Places, is_public
+from headrace.multimodal.fetch import Fetcher, is_public
 from headrace.multimodal.limits import MediaRefusedError
 from headrace.multimodal.sources import FileLimit
-from headrace.turns import work_for
 
 PNG = file_of(picture(9, 9))
 MOST = 10_000
@@ -320,47 +319,9 @@ async def test_a_slow_host_leaves_places_for_others(host: Host):
 async def test_who_finds_no_place_is_told_to_come_again(host: Host):
     client, url = at_its_address(host, limit_s=0.4)
     for _ in range(fetch.AT_A_TIME_OF_HOST):
-        await client._places.take("127.0.0.1")
+        await client._places.take(host="127.0.0.1")
     with pytest.raises(CapacityError):
         await get(client, f"{url}/image.png")
-
-
-def test_a_cancelled_wait_takes_no_place():
-    async def run() -> None:
-        places = Places(1, 1)
-        await places.take("a")
-        waits = [asyncio.create_task(places.take("b")) for _ in range(3)]
-        await asyncio.sleep(0)
-        waits[0].cancel()
-        places.leave("a")
-        waits[1].cancel()  # it has its place, and has not run since
-        await asyncio.gather(*waits[:2], return_exceptions=True)
-        await asyncio.wait_for(waits[2], 5)
-        assert places.hosts == ["b"]
-        assert places.num_taken == 1
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("hosts", [["h"], [f"h{number}" for number in range(10)]], ids=["one", "many"])
-async def test_a_tenant_leaves_places_for_others(hosts: list[str]):
-    async def take(tenant: str, host: str) -> None:
-        work_for(tenant)
-        await places.take(host)
-        await ends.wait()
-        places.leave(host)
-
-    places, ends = Places(10, 10), asyncio.Event()
-    tasks = [asyncio.create_task(take("a", hosts[number % len(hosts)])) for number in range(20)]
-    await asyncio.sleep(0)
-    assert places.num_taken == 8
-    tasks.append(asyncio.create_task(take("b", hosts[0])))
-    await asyncio.sleep(0)
-    assert places.num_taken == 9
-    ends.set()
-    await asyncio.gather(*tasks)
-    assert places.num_taken == 0
-    assert not places.hosts
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,18 @@ from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.params import SamplingParams
 from headrace.server import body as body_module
 from headrace.server import http
-from headrace.server.body import SMALL_BODY_BYTES, Bodies, count_body, embeds_to_base64, has_long_number
+from headrace.server.body import (
+    MANY_AT_ONCE,
+    SMALL_BODY_BYTES,
+    Bodies,
+    count_body,
+    embeds_to_base64,
+    has_long_number,
+)
 from headrace.server.listener import SWITCH_INTERVAL_S
 from headrace.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from headrace.server.openai.tokenize import DetokenizeBody, TokenizeBody
+from headrace.turns import work_for
 
 JSON = {"content-type": "application/json"}
 HIDDEN_SIZE = 8
@@ -235,6 +243,42 @@ async def test_a_large_body_is_joined_beside_the_loop():
     assert not parts
     assert await bodies.join([b"a", b"b"]) == b"ab"
     bodies.close()
+
+
+async def test_few_bodies_of_many_items_are_decoded_and_not_yet_with_the_engine():
+    many = json.dumps([{"role": "user", "content": "a"}] * 4000).encode()
+    few = json.dumps(["a" * (64 << 10)] * 4).encode()
+    context = SimpleNamespace(bodies=Bodies(1 << 20))
+
+    async def read(exchange: http.Exchange, body: bytes) -> object:
+        async def receive() -> dict[str, object]:
+            return {"type": "http.request", "body": body}
+
+        exchange.receive = receive
+        work_for("a")
+        exchange.tenant = "a"
+        return await exchange.read_json(object, any_content_type=True)
+
+    exchanges = [http.Exchange({"headers": []}, None, None, context) for _ in range(6)]  # type: ignore[arg-type]
+    readings = [asyncio.create_task(read(exchange, many)) for exchange in exchanges]
+    done, waiting = set(), set(readings)
+    while len(done) < MANY_AT_ONCE - 1:
+        ended, waiting = await asyncio.wait(waiting, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        assert ended, "no body was decoded for a minute"
+        done |= ended
+    others = [http.Exchange({"headers": []}, None, None, context) for _ in range(6)]  # type: ignore[arg-type]
+    assert len(await asyncio.gather(*(read(exchange, few) for exchange in others))) == 6, "large texts do not wait"
+    assert not any(reading.done() for reading in waiting)
+    for exchange in exchanges:
+        exchange.forget_body()
+    await asyncio.wait_for(asyncio.gather(*waiting), 60)
+    for exchange in exchanges:
+        exchange.end()
+    assert context.bodies.places.num_taken == 0
+    for exchange in others:
+        exchange.end()
+    assert context.bodies.num_bytes == 0
+    context.bodies.close()
 
 
 async def test_memory_of_large_bodies_and_long_replies_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch):

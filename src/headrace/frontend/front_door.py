@@ -202,7 +202,7 @@ class FrontDoor:
             arguments = self._arguments(method, message.arguments)
             for caller in arguments.values():
                 if isinstance(caller, Caller):
-                    work_for(caller.turn, caller.tenant.limits.weight if caller.tenant is not None else 1.0)
+                    work_for(caller.turn, caller.weight)
             note_size(len(message.arguments))
             bound = operator.attrgetter(message.method)(self.frontend)
             if method.streams:

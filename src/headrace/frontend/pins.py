@@ -206,7 +206,13 @@ class Pins:
         tokens = content.cache_key(content.token_ids)[: 4 * count]
         named = hashlib.blake2b(f"{caller.owner} {request.namespace} ".encode() + tokens, digest_size=12)
         asked = PinReq(
-            f"pin_{named.hexdigest()}", caller.owner, caller.turn, tokens, request.namespace, now_s + ask.ttl_s
+            f"pin_{named.hexdigest()}",
+            caller.owner,
+            caller.turn,
+            tokens,
+            request.namespace,
+            now_s + ask.ttl_s,
+            caller.weight,
         )
         await self._check_room(asked)
         try:
@@ -229,7 +235,9 @@ class Pins:
 
     def _has_room(self, asked: PinReq) -> bool:
         others = [record.asked.tenant for pin_id, record in self._records.items() if pin_id != asked.id]
-        return is_within_share(asked.tenant, others.count(asked.tenant) + 1, len(others) + 1, MOST_PINS)
+        return is_within_share(
+            asked.tenant, others.count(asked.tenant) + 1, len(others) + 1, MOST_PINS, weight=asked.weight
+        )
 
     async def _let_go(self, pin_id: str) -> None:
         self._records.pop(pin_id, None)
@@ -292,7 +300,7 @@ _POOL = ("free_tokens", "evictable_tokens", "leased_tokens")
 
 def _most(limit: int, caller: Caller) -> int:
     """Of the tokens that pins may hold, the most for those of a caller."""
-    return most_of_one(limit) if caller.turn else limit
+    return most_of_one(limit, caller.weight) if caller.turn else limit
 
 
 def _prompt_of(obj: GenerateReqInput, content: PromptContent, count: int) -> GenerateReqInput:

@@ -193,10 +193,10 @@ class SampleTable:
     def hold_output(self, sample: ReqState) -> bool:
         """The logprobs and hidden states that a live sample has now are kept until its client leaves. False if that is above its tenant's share;
         a program in this process and the operator have none."""
-        more = sample.packed_bytes - sample.held_bytes
-        if not sample.call.turn:
+        more, call = sample.packed_bytes - sample.held_bytes, sample.call
+        if not call.turn:
             return True
-        if not self._outputs.take(sample.call.turn, more, sample.held_bytes):
+        if not self._outputs.take(call.turn, more, sample.held_bytes, call.tenant.limits.weight):
             return False
         sample.held_bytes += more
         return True

@@ -162,6 +162,10 @@ class Caller:
         return self.tenant.name if self.tenant is not None else self.address
 
     @property
+    def weight(self) -> float:
+        return self.tenant.limits.weight if self.tenant is not None else 1.0
+
+    @property
     def scope(self) -> str:
         return self.tenant.scope if self.tenant is not None else ""
 

@@ -244,8 +244,8 @@ class SlowDownBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class PinReq(msgspec.Struct, frozen=True, gc=False):
     """Keep what the tree has of a prefix until `until_s` (time.monotonic). id: of the pin; one that is known is set anew. owner: whose it is.
-    tenant: of whose share of what pins may hold it takes; "" = of nobody's. tokens: as `PromptContent.cache_key` has them. The reply: the tokens that
-    are kept."""
+    tenant: of whose share of what pins may hold it takes; "" = of nobody's. weight: of the tenant. tokens: as `PromptContent.cache_key` has them. The
+    reply: the tokens that are kept."""
 
     id: str
     owner: str
@@ -253,6 +253,7 @@ class PinReq(msgspec.Struct, frozen=True, gc=False):
     tokens: bytes
     namespace: str
     until_s: float
+    weight: float = 1.0
 
 
 class UnpinReq(msgspec.Struct, frozen=True, gc=False):

@@ -15,10 +15,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.config.web import MediaArgs, address_of
-from headrace.errors import CapacityError
 from headrace.multimodal.limits import FETCH_LIMIT_S, MediaRefusedError
 from headrace.multimodal.sources import FileLimit, too_large
-from headrace.turns import Shares, asking
+from headrace.turns import Places
 from headrace.version import VERSION
 
 if TYPE_CHECKING:
@@ -207,73 +206,6 @@ class _Known:
 
     async def close(self) -> None:
         """Nothing is open."""
-
-
-class Places:
-    """How many are in at a time, in all and by host, of which each tenant leaves some to others (`Shares`). Those who wait come in in order, but not
-    before there is room for their host and their tenant."""
-
-    def __init__(self, most: int, most_of_host: int) -> None:
-        self._most_of_host = most_of_host
-        self._shares = Shares(most)
-        self._of_host: dict[str, Shares] = {}
-        self._waiting: list[tuple[str, str, asyncio.Future[None]]] = []
-
-    @property
-    def num_taken(self) -> int:
-        return self._shares.held
-
-    @property
-    def hosts(self) -> list[str]:
-        """Those of which some are in."""
-        return [*self._of_host]
-
-    @asynccontextmanager
-    async def one(self, refusal: str, limit_s: float | None = None, host: str = "") -> AsyncIterator[None]:
-        """A place of the running task's tenant. Raises CapacityError if it has to be waited for longer than that."""
-        try:
-            async with asyncio.timeout(limit_s):
-                await self.take(host)
-        except TimeoutError:
-            raise CapacityError(refusal, retry_after_s=5) from None
-        try:
-            yield
-        finally:
-            self.leave(host)
-
-    async def take(self, host: str = "") -> None:
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((host, asking().tenant, place))
-        self._let_in()
-        try:
-            await place
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
-                self.leave(host)
-            raise
-
-    def leave(self, host: str = "") -> None:
-        tenant = asking().tenant
-        self._shares.give_back(tenant, 1)
-        self._of_host[host].give_back(tenant, 1)
-        if not self._of_host[host].held:
-            del self._of_host[host]
-        self._let_in()
-
-    def _let_in(self) -> None:
-        left = []
-        for host, tenant, place in self._waiting:
-            if place.done():
-                continue
-            of_host = self._of_host.get(host) or Shares(self._most_of_host)
-            if of_host.take(tenant, 1):
-                if self._shares.take(tenant, 1):
-                    self._of_host[host] = of_host
-                    place.set_result(None)
-                    continue
-                of_host.give_back(tenant, 1)
-            left.append((host, tenant, place))
-        self._waiting = left
 
 
 def is_public(text: str) -> bool:

@@ -37,7 +37,7 @@ from headrace.errors import ExecutionError, ModelError, RequestError
 from headrace.media_kinds import AudioRef, FileRef, ImageRef, MediaKind, MediaRef, VideoRef
 from headrace.messages.media import KEY_BYTES, MediaItem, MediaStats
 from headrace.multimodal.families import Family, LoadedItem, make_audio_family, make_family
-from headrace.multimodal.fetch import Fetcher, Places
+from headrace.multimodal.fetch import Fetcher
 from headrace.multimodal.limits import (
     CHILD_MEMORY_BYTES,
     FETCH_LIMIT_S,
@@ -64,7 +64,7 @@ from headrace.multimodal.media_messages import (
 from headrace.multimodal.resolutions import bounded
 from headrace.multimodal.shared_work import Flights, RecentRefusals
 from headrace.multimodal.sources import FileLimit, file_bytes, form_of, inline_bytes
-from headrace.turns import Kept, Turns, asking, is_large
+from headrace.turns import Kept, Places, Turns, asking, is_large
 
 PROGRAM = (sys.executable, "-m", "headrace.multimodal.media_child")
 
@@ -142,8 +142,8 @@ class MediaLoader:
         # A file system that does not answer holds these only.
         self._file_threads = ThreadPoolExecutor(_FILES, "media-files")
         self._fetcher = Fetcher(args)
-        self._files = Places(_FILES, _FILES)
-        self._videos = Places(_VIDEOS, _VIDEOS)
+        self._files = Places(_FILES)
+        self._videos = Places(_VIDEOS)
         self._cache: Kept[bytes, LoadedItem] = Kept(args.cache_bytes)
         self._flights: Flights[LoadedItem] = Flights()
         self._costly = RecentRefusals()

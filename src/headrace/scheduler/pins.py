@@ -128,6 +128,7 @@ class Pins:
         if self.tokens_in(part) > int(self._share * self._kv.part_tokens):
             return "the server has no room for another pin of this size (--kv-pin-share): unpin another one"
         own = len(self._of_tenant.get(asked.tenant, ())) * self._kv.page_size
-        if not is_within_share(asked.tenant, own, self.num_tokens, int(self._share * self._kv.total_tokens)):
+        most = int(self._share * self._kv.total_tokens)
+        if not is_within_share(asked.tenant, own, self.num_tokens, most, weight=asked.weight):
             return f"your pins would hold {own} tokens, more than your share (--kv-pin-share): unpin another one"
         return ""

@@ -8,9 +8,9 @@ millions of numbers, are read row by row. Owns these limits and the limit on byt
 import asyncio
 import base64
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -20,7 +20,7 @@ from headrace.garbage import collect_all, give_back_free_memory
 from headrace.messages.bodies import as_meant, field_error
 from headrace.messages.requests import GenerateReqInput
 from headrace.sampling.grammar_fields import GRAMMAR_KINDS
-from headrace.turns import Shares, Turns
+from headrace.turns import Places, Shares, Turns, asking
 
 T = TypeVar("T")
 
@@ -37,6 +37,14 @@ BODIES_AT_ONCE = 10
 
 SMALL_BODY_BYTES = 64 << 10
 """So much of each body is never refused, nor counted for the share: clients with many small bodies take no room from others."""
+
+MANY_ITEMS = 1 << 12
+MANY_AT_ONCE = 5
+"""A body of more lists, objects and fields takes several times its bytes once it is decoded, and the more of them are decoded at a time, the more
+memory stays with Python, in parts of a megabyte that are not quite empty. So few are, four of one tenant alone; the others wait as bytes."""
+
+PLACE_WAIT_S = 60.0
+"""One that waits longer gets a 503."""
 
 TRIM_BYTES = 8 << 20
 TRIM_EVERY_S = 2.0
@@ -210,12 +218,13 @@ class Bodies:
         self._num_freed = self._num_uncollected = 0
         self._trimming: asyncio.TimerHandle | None = None
         self._shares = Shares(BODIES_AT_ONCE * max_body_bytes, SMALL_BODY_BYTES)
+        self.places = Places(MANY_AT_ONCE)
         # One thread: two that decode would block the event loop for twice as long.
         self._thread = Turns(1, "headrace-body", seconds_per_byte=1e-8)
 
     def take(self, tenant: str, num_bytes: int, of_body: int = 0) -> None:
         """Count `num_bytes` more in memory, of a body of which `of_body` is there. Raises CapacityError when that is above the tenant's share."""
-        if not self._shares.take(tenant, num_bytes, of_body):
+        if not self._shares.take(tenant, num_bytes, of_body, asking().weight):
             raise CapacityError("too many large requests are arriving at once: try again later", retry_after_s=1.0)
         self.num_bytes += num_bytes
 
@@ -254,20 +263,33 @@ class Bodies:
 
         return await self._thread.run(work, num_bytes)
 
-    async def decode(self, body: bytes, decode: Callable[[bytes], T], shorten: Callable[[bytes], bytes] | None) -> T:
+    async def decode(
+        self,
+        body: bytes,
+        decode: Callable[[bytes], T],
+        shorten: Callable[[bytes], bytes] | None,
+        wait: Callable[[], Awaitable[None]],
+    ) -> T:
         """`decode(body)`, in the thread unless the body is small.
 
-        shorten: rewrites a body into an equivalent one with fewer values. Raises TooLargeError, and whatever `decode` raises.
+        shorten: rewrites a body into an equivalent one with fewer values. wait: for one of the `places`, if the body has `MANY_ITEMS`. Raises
+        TooLargeError, and whatever `decode` raises.
         """
         if len(body) <= INLINE_BODY_BYTES:
             return decode(body)
 
-        def work() -> T:
+        def work() -> tuple[bytes, T | None]:
+            """The body if it is yet to be decoded, or what it is."""
             short = shorten(body) if shorten is not None else body
-            count_body(short).check()
-            return decode(short)
+            counts = count_body(short)
+            counts.check()
+            return (short, None) if counts.lists + counts.fields > MANY_ITEMS else (b"", decode(short))
 
-        return await self._thread.run(work, len(body))
+        left, decoded = await self._thread.run(work, len(body))
+        if not left:
+            return cast(T, decoded)
+        await wait()
+        return await self._thread.run(lambda: decode(left), len(left))
 
     def close(self) -> None:
         """Stop the thread. Idempotent."""

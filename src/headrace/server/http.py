@@ -32,7 +32,7 @@ from headrace.frontend.tenants import Caller, Tenant
 from headrace.log import get_logger
 from headrace.messages.bodies import field_error
 from headrace.messages.operations import Nothing
-from headrace.server.body import SMALL_BODY_BYTES, Prepare, decode_json
+from headrace.server.body import PLACE_WAIT_S, SMALL_BODY_BYTES, Prepare, decode_json
 from headrace.server.context import INLINE_REPLY_BYTES, ServingContext
 from headrace.server.error_forms import ApiError, form_of
 from headrace.turns import asking, note_size
@@ -163,6 +163,7 @@ class Exchange:
     tenant: str = field(init=False)
     _num_held: int = 0
     _num_large: int = 0
+    _has_place: bool = False
 
     def __post_init__(self) -> None:
         self.tenant = asking().tenant
@@ -232,14 +233,21 @@ class Exchange:
             raise RequestError("send the body as JSON with the header Content-Type: application/json")
         body = await self.read_body()
         return await self.context.bodies.decode(
-            body, lambda text: decode_json(text, _decoder(cast(Hashable, kind)), prepare), shorten
+            body, lambda text: decode_json(text, _decoder(cast(Hashable, kind)), prepare), shorten, self._take_place
         )
 
     async def read_no_fields(self) -> None:
         """For a route without fields: a body is optional, and its fields are refused by name. Raises the errors of `read_json`."""
         body = await self.read_body()
         if body.strip():
-            await self.context.bodies.decode(body, lambda text: decode_json(text, _decoder(Nothing)), None)
+            await self.context.bodies.decode(
+                body, lambda text: decode_json(text, _decoder(Nothing)), None, self._take_place
+            )
+
+    async def _take_place(self) -> None:
+        """Of those whose large body is decoded and not yet with the engine."""
+        await self.context.bodies.places.take("too many large requests are being read", PLACE_WAIT_S)
+        self._has_place = True
 
     async def read_body(self) -> bytes:
         """The whole body, at most `max_body_bytes`; a larger one is refused before or while it arrives.
@@ -278,6 +286,9 @@ class Exchange:
         """What was asked is with the engine: the body counts no longer. Idempotent; a request that needs no engine counts until it is answered."""
         self.context.bodies.give_back(self.tenant, self._num_held)
         self._num_held = 0
+        if self._has_place:
+            self._has_place = False
+            self.context.bodies.places.leave(self.tenant)
 
     def end(self) -> None:
         """The request has been answered, or its client has gone."""
@@ -358,7 +369,7 @@ class Exchange:
     @contextmanager
     def _holding(self, num_bytes: int) -> Iterator[None]:
         replies = self.context.replies
-        if not replies.take(self.tenant, num_bytes):
+        if not replies.take(self.tenant, num_bytes, weight=asking().weight):
             raise CapacityError(
                 "too many long replies of this client wait to be read: read them first", retry_after_s=1.0
             )

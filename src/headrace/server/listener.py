@@ -34,7 +34,7 @@ from headrace.server.address import bind, check_certificate, local_url, turn_of_
 from headrace.server.body import SMALL_BODY_BYTES
 from headrace.server.error_forms import ApiError, openai_error
 from headrace.server.http import Scope
-from headrace.turns import Beginnings, Shares
+from headrace.turns import Beginnings, Shares, asking
 
 log = get_logger(__name__)
 
@@ -145,7 +145,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if tenant == self._tenant or self._tenant is None:
             return
         self._shares.give_back(self._tenant, 1)
-        if self._shares.take(tenant, 1):
+        if self._shares.take(tenant, 1, weight=asking().weight):
             self._tenant = tenant
             return
         self._shares.take("", 1)
