@@ -144,15 +144,17 @@ async def stream_reply(
                 await reply.begin()
                 if first is not None and (frames := render(first)):
                     await reply.write(frames)
-                size = 0
+                size = total = 0
                 async for item in items:
                     # One that repeats a long output is about as long as the last.
                     is_short = size <= INLINE_REPLY_BYTES
                     frames = render(item) if is_short else await exchange.context.written(partial(render, item), size)
                     if frames:
                         size = len(frames)
+                        total += size
                         await reply.write(frames)
-                end = tail()
+                # It may repeat all of them.
+                end = tail() if total <= INLINE_REPLY_BYTES else await exchange.context.written(tail, total)
             except Exception as exc:
                 if not reply.has_begun:
                     raise

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -358,7 +359,8 @@ async def _reply(exchange: Exchange, body: OllamaGeneration, kind: Kind, run: _R
         return
     (update,) = await exchange.all_of(run.updates)
     async with exchange.until_client_leaves():
-        await exchange.reply_in_pieces(json_pieces(writer.whole(update)), headers(), [update])
+        whole = await exchange.context.written(partial(writer.whole, update), update.num_bytes + len(update.text))
+        await exchange.reply_in_pieces(json_pieces(whole), headers(), [update])
 
 
 def _writer(context: ServingContext, body: OllamaGeneration, kind: Kind, choice: ChoiceStream) -> ReplyWriter:
