@@ -26,6 +26,9 @@ V = TypeVar("V")
 OWN_PER_FREE = 4
 """A tenant that is alone may hold four fifths."""
 
+LEAST_WEIGHT, MOST_WEIGHT = 0.25, 4.0
+"""A smaller or larger weight says as much of what a tenant may hold: it may always hold something, and leaves something to others."""
+
 SMALL_S = 0.02
 """Work that is expected to take longer is large."""
 
@@ -78,16 +81,20 @@ def is_within_share(
 ) -> bool:
     """Whether a tenant may hold `own` of the `held` of all, which are at most `most`.
 
-    It may hold at most `own_per_free` times what is free, and by its weight more or less, so that there is always room for another: the dynamic
+    It may hold at most `own_per_free` times its weight times what is free, so that there is always room for another: the dynamic
     threshold of A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
     """
-    return held <= most and (not tenant or own <= own_per_free * weight * (most - held))
+    return held <= most and (not tenant or own <= own_per_free * _bounded(weight) * (most - held))
 
 
 def most_of_one(most: int, weight: float = 1.0) -> int:
     """What a tenant that is alone may hold."""
-    own_per_free = OWN_PER_FREE * weight
+    own_per_free = OWN_PER_FREE * _bounded(weight)
     return int(most * own_per_free / (1 + own_per_free))
+
+
+def _bounded(weight: float) -> float:
+    return min(max(weight, LEAST_WEIGHT), MOST_WEIGHT)
 
 
 @dataclass(slots=True)
@@ -131,7 +138,7 @@ class Places:
         self._most_of_host = most if most_of_host is None else most_of_host
         self._shares = Shares(most)
         self._of_host: dict[str, Shares] = {}
-        self._waiting: list[tuple[str, Asked, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[str, str, asyncio.Future[None]]] = []
 
     @property
     def num_taken(self) -> int:
@@ -153,20 +160,20 @@ class Places:
 
     async def take(self, refusal: str = "", limit_s: float | None = None, host: str = "") -> str:
         """As `one`, until `leave`. Returns the tenant."""
-        asked = asking()
+        tenant = asking().tenant
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((host, asked, place))
+        self._waiting.append((host, tenant, place))
         self._let_in()
         try:
             async with asyncio.timeout(limit_s):
                 await place
         except BaseException as error:
             if place.done() and not place.cancelled():
-                self.leave(asked.tenant, host)
+                self.leave(tenant, host)
             if not isinstance(error, TimeoutError):
                 raise
             raise CapacityError(refusal, retry_after_s=5) from None
-        return asked.tenant
+        return tenant
 
     def leave(self, tenant: str, host: str = "") -> None:
         self._shares.give_back(tenant, 1)
@@ -177,17 +184,17 @@ class Places:
 
     def _let_in(self) -> None:
         left = []
-        for host, asked, place in self._waiting:
+        for host, tenant, place in self._waiting:
             if place.done():
                 continue
             of_host = self._of_host.get(host) or Shares(self._most_of_host)
-            if of_host.take(asked.tenant, 1, weight=asked.weight):
-                if self._shares.take(asked.tenant, 1, weight=asked.weight):
+            if of_host.take(tenant, 1):
+                if self._shares.take(tenant, 1):
                     self._of_host[host] = of_host
                     place.set_result(None)
                     continue
-                of_host.give_back(asked.tenant, 1)
-            left.append((host, asked, place))
+                of_host.give_back(tenant, 1)
+            left.append((host, tenant, place))
         self._waiting = left
 
 

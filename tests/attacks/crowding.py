@@ -47,6 +47,9 @@ TIMEOUT_S = 600
 READY_S = 120
 SETTLE_S = 3
 EVERY_S = 0.1
+TURN_S = 10
+"""An attack works alone and beside the bystander by such turns: texts become longer, and their steps with them."""
+
 FEW_DESCRIPTORS = 1024
 PIXELS = 7000
 
@@ -347,45 +350,61 @@ def attacking(name: str, url: str) -> Iterator["Counter[str]"]:
             thread.join()
 
 
-def stand_by(url: str, kinds: tuple[str, ...], seconds: float) -> Body:
-    """How long small requests take meanwhile, and how many fail."""
-    taken: dict[str, list[float]] = {name: [] for name in (*kinds, "ping")}
-    failed: Counter[str] = Counter()
-    cached: list[int] = []
-    name = f"{time.monotonic():.3f}"
+class Bystander:
+    """Sends small requests of these kinds. taken: seconds of each; failed: how often, by what happened."""
 
-    def send_one(kind: str, number: int) -> None:
-        path, body = ("/ping", None) if kind == "ping" else SMALL[kind](name, number)
+    def __init__(self, url: str, kinds: tuple[str, ...]) -> None:
+        self.url = url
+        self.kinds = kinds
+        self.taken: dict[str, list[float]] = {name: [] for name in (*kinds, "ping")}
+        self.failed: Counter[str] = Counter()
+        self._cached: list[int] = []
+        self._name = f"{time.monotonic():.3f}"
+        self._num_sent = 0
+
+    def send_for(self, seconds: float) -> None:
+        threads = []
+        start_s = time.monotonic()
+        for number in range(int(seconds / EVERY_S)):
+            for kind in (self.kinds[self._num_sent % len(self.kinds)], "ping"):
+                threads.append(threading.Thread(target=self._send_one, args=(kind, self._num_sent)))
+                threads[-1].start()
+            self._num_sent += 1
+            time.sleep(max(0.0, start_s + (number + 1) * EVERY_S - time.monotonic()))
+        for thread in threads:
+            thread.join()
+
+    def report(self) -> Body:
+        quantiles = {
+            kind: [round(sorted(each)[min(len(each) - 1, int(share * len(each)))], 3) for share in (0.5, 0.99)]
+            for kind, each in self.taken.items()
+            if each
+        }
+        report: Body = {"p50, p99": quantiles, "failed": dict(self.failed)}
+        if self._cached:
+            report["cached tokens"] = round(sum(self._cached) / len(self._cached), 1)
+        return report
+
+    def _send_one(self, kind: str, number: int) -> None:
+        path, body = ("/ping", None) if kind == "ping" else SMALL[kind](self._name, number)
         start_s = time.monotonic()
         try:
-            status, _, content = ask(url, path, body, BYSTANDER)
-            taken[kind].append(time.monotonic() - start_s)
+            status, _, content = ask(self.url, path, body, BYSTANDER)
+            self.taken[kind].append(time.monotonic() - start_s)
             if status != http.client.OK:
-                failed[f"{kind} {status}"] += 1
+                self.failed[f"{kind} {status}"] += 1
             elif kind == "system prompt":
                 usage = json.loads(content)["usage"]
-                cached.append((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+                self._cached.append((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         except (OSError, http.client.HTTPException) as error:
-            failed[f"{kind} {type(error).__name__}"] += 1
+            self.failed[f"{kind} {type(error).__name__}"] += 1
 
-    threads = []
-    start_s = time.monotonic()
-    for number in range(int(seconds / EVERY_S)):
-        for kind in (kinds[number % len(kinds)], "ping"):
-            threads.append(threading.Thread(target=send_one, args=(kind, number)))
-            threads[-1].start()
-        time.sleep(max(0.0, start_s + (number + 1) * EVERY_S - time.monotonic()))
-    for thread in threads:
-        thread.join()
-    quantiles = {
-        kind: [round(sorted(each)[min(len(each) - 1, int(share * len(each)))], 3) for share in (0.5, 0.99)]
-        for kind, each in taken.items()
-        if each
-    }
-    report: Body = {"p50, p99": quantiles, "failed": dict(failed)}
-    if cached:
-        report["cached tokens"] = round(sum(cached) / len(cached), 1)
-    return report
+
+def stand_by(url: str, kinds: tuple[str, ...], seconds: float) -> Body:
+    """How long small requests take meanwhile, and how many fail."""
+    bystander = Bystander(url, kinds)
+    bystander.send_for(seconds)
+    return bystander.report()
 
 
 @contextmanager
@@ -482,25 +501,30 @@ def beside(name: str, url: str, pid: int, seconds: float) -> Body:
     attack = ATTACKS[name]
     main = psutil.Process(pid)
     before = main.memory_info().rss
+    bystander = Bystander(url, ASKED[attack.server])
+    num_turns = max(1, round(seconds / TURN_S))
+    turn_s = seconds / num_turns
+    done, took_s = [0, 0], [0.0, 0.0]  # alone, beside
+
     with attacking(name, url) as work:
 
-        def rate(act: Callable[[], None]) -> float:
+        def count(is_beside: bool, act: Callable[[float], None], seconds: float) -> None:
             start, start_s = work[DONE], time.monotonic()
-            act()
-            return (work[DONE] - start) / (time.monotonic() - start_s)
-
-        def half_alone() -> float:
-            return rate(lambda: time.sleep(seconds / 2)) if attack.is_lawful else 0.0
+            act(seconds)
+            done[is_beside] += work[DONE] - start
+            took_s[is_beside] += time.monotonic() - start_s
 
         time.sleep(SETTLE_S)
-        report: Body = {}
-        # Its texts become longer, and with them its steps: half of the time alone is before, half after.
-        before_it = half_alone()
-        beside_it = rate(lambda: report.update(stand_by(url, ASKED[attack.server], seconds)))
-        after_it = half_alone()
+        for turn in range(num_turns):
+            if attack.is_lawful:
+                count(False, time.sleep, turn_s if turn else turn_s / 2)
+            count(True, bystander.send_for, turn_s)
+        if attack.is_lawful:
+            count(False, time.sleep, turn_s / 2)
     time.sleep(SETTLE_S)
+    report = bystander.report()
     if attack.is_lawful:
-        report[WORK] = [round((before_it + after_it) / 2, 3), round(beside_it, 3)]
+        report[WORK] = [round(count / seconds, 3) for count, seconds in zip(done, took_s, strict=True)]
     return report | {"MB more": (main.memory_info().rss - before) >> 20}
 
 

@@ -75,6 +75,33 @@ def test_a_step_that_fails_before_its_layers_holds_no_result_back():
     client.close()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_whether_a_step_ends_within_a_time_takes_no_result_away(fails: bool):
+    may_end = threading.Semaphore(0)
+
+    def run(batch, on_layers):
+        assert may_end.acquire(timeout=60)
+        if fails and batch.step == 1:
+            raise ExecutionError("no")
+        return StepResult(batch.step, int32([7]), int32([0, 1]))
+
+    client = client_of(run)
+    client.submit(plan(1))
+    assert not client.ends_within(0.001)
+    may_end.release()
+    assert client.ends_within(60)
+    assert client.ends_within(60)
+    client.submit(plan(2))
+    if fails:
+        with pytest.raises(ExecutionError):
+            client.collect()
+    else:
+        assert client.collect().step == 1
+    may_end.release()
+    assert client.collect().step == 2
+    client.close()
+
+
 def test_a_profile_is_asked_for_in_the_thread_of_the_steps_after_those_before_it():
     seen = []
 

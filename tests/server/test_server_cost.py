@@ -25,7 +25,6 @@ from headrace.sampling.params import SamplingParams
 from headrace.server import body as body_module
 from headrace.server import http
 from headrace.server.body import (
-    MANY_AT_ONCE,
     SMALL_BODY_BYTES,
     Bodies,
     count_body,
@@ -247,36 +246,46 @@ async def test_a_large_body_is_joined_beside_the_loop():
 
 async def test_few_bodies_of_many_items_are_decoded_and_not_yet_with_the_engine():
     many = json.dumps([{"role": "user", "content": "a"}] * 4000).encode()
-    few = json.dumps(["a" * (64 << 10)] * 4).encode()
+    long = json.dumps(["{[:" * (64 << 10)] * 4).encode()
     context = SimpleNamespace(bodies=Bodies(1 << 20))
+    gone = asyncio.Event()
 
-    async def read(exchange: http.Exchange, body: bytes) -> object:
+    async def read(exchange: http.Exchange, body: bytes, tenant: str = "a") -> None:
+        parts = iter([{"type": "http.request", "body": body}])
+
         async def receive() -> dict[str, object]:
-            return {"type": "http.request", "body": body}
+            if part := next(parts, None):
+                return part
+            await (gone if exchange is exchanges[-1] else asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
 
         exchange.receive = receive
-        work_for("a")
-        exchange.tenant = "a"
-        return await exchange.read_json(object, any_content_type=True)
+        work_for(tenant)
+        exchange.tenant = tenant
+        await exchange.read_json(object, any_content_type=True)
 
-    exchanges = [http.Exchange({"headers": []}, None, None, context) for _ in range(6)]  # type: ignore[arg-type]
+    def exchanges_of(count: int) -> list[http.Exchange]:
+        return [http.Exchange({"headers": []}, None, None, context) for _ in range(count)]  # type: ignore[arg-type]
+
+    exchanges, others = exchanges_of(7), exchanges_of(7)
     readings = [asyncio.create_task(read(exchange, many)) for exchange in exchanges]
     done, waiting = set(), set(readings)
-    while len(done) < MANY_AT_ONCE - 1:
+    while len(done) < 4:
         ended, waiting = await asyncio.wait(waiting, timeout=60, return_when=asyncio.FIRST_COMPLETED)
         assert ended, "no body was decoded for a minute"
         done |= ended
-    others = [http.Exchange({"headers": []}, None, None, context) for _ in range(6)]  # type: ignore[arg-type]
-    assert len(await asyncio.gather(*(read(exchange, few) for exchange in others))) == 6, "large texts do not wait"
+    await asyncio.wait_for(read(others[0], many, "b"), 60)  # behind those of a that wait
+    await asyncio.wait_for(asyncio.gather(*(read(exchange, long) for exchange in others[1:])), 60)
     assert not any(reading.done() for reading in waiting)
+    gone.set()
+    with pytest.raises(http.ClientGone):
+        await asyncio.wait_for(readings[-1], 60)
     for exchange in exchanges:
         exchange.forget_body()
-    await asyncio.wait_for(asyncio.gather(*waiting), 60)
-    for exchange in exchanges:
+    await asyncio.wait_for(asyncio.gather(*readings[:-1]), 60)
+    for exchange in [*exchanges, *others]:
         exchange.end()
     assert context.bodies.places.num_taken == 0
-    for exchange in others:
-        exchange.end()
     assert context.bodies.num_bytes == 0
     context.bodies.close()
 

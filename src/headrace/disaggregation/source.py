@@ -173,6 +173,7 @@ class PageSource:
             with self.wake:
                 self._peers.add(peer)
             self._begin(self._serve, "kv-source-reads", peer)
+            del peer, sock  # or the connection would be open until the next one comes
 
     def _serve(self, peer: "_Peer") -> None:
         """Of one connection, from its beginning to its end."""

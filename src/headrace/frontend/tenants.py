@@ -27,7 +27,7 @@ DURATION_WEIGHT = 0.1
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a key, as its file gives them. weight: its share of the machine beside other waiting keys. None = no limit.
+    """Limits of a key, as its file gives them. weight: its share of the machine beside other keys. None = no limit.
 
     max_concurrent: requests at once. max_queued: samples without a token. The rates are per minute; tokens are those of prompts
     and outputs. max_sessions, max_session_tokens: None = a share of the server's limit, so that every key gets some.

@@ -110,9 +110,8 @@ class MediaPool(ChildPool[Verdict]):
 VIDEO_PATCHES = 4  # A video may have so many times the patches of an image
 _AT_A_TIME = 4  # files of one request that are fetched or decoded at a time
 _FILES = 10  # files that have been read and are yet to be prepared, at a time; eight of one tenant
-_VIDEOS = (
-    5  # videos whose frames are being fetched, or have been and are yet to be prepared, at a time; four of one tenant
-)
+# Videos whose frames are being fetched, or have been and are yet to be prepared, at a time; four of one tenant, five of two.
+_VIDEOS = 6
 _THREADS = 2  # that decode base64 and hash files
 _SECONDS_PER_PIXEL = 2e-8  # of a PNG image; of other files, per byte
 

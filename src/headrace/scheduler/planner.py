@@ -133,7 +133,9 @@ def seconds_until_next(state: SchedulerState, now_s: float) -> float:
     if state.config.num_stages > 1 or not state.in_flight or not state.shares.are_several:
         return 0.0
     last = state.in_flight[-1]
-    if last.num_prompt_tokens or state.last_decode is None:
+    if last.encode is not None:  # nobody expects how long these take
+        expected_s = ALONE_STEP_S
+    elif last.num_prompt_tokens or state.last_decode is None:
         expected_s = state.cost.seconds(last.work())
     else:
         expected_s = state.last_decode[1]

@@ -188,6 +188,7 @@ class Scheduler:
         try:
             result = self.worker.collect()
         except ExecutionError as error:
+            state.collected_s = self._clock()
             logger.error("step %d failed: %s", batch.step, error)
             state.in_flight.popleft()
             self._send(commit.fail(state, batch, error.message))

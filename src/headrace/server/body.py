@@ -39,9 +39,10 @@ SMALL_BODY_BYTES = 64 << 10
 """So much of each body is never refused, nor counted for the share: clients with many small bodies take no room from others."""
 
 MANY_ITEMS = 1 << 12
-MANY_AT_ONCE = 5
+MANY_AT_ONCE = 6
 """A body of more lists, objects and fields takes several times its bytes once it is decoded, and the more of them are decoded at a time, the more
-memory stays with Python, in parts of a megabyte that are not quite empty. So few are, four of one tenant alone; the others wait as bytes."""
+memory stays with Python, in parts of a megabyte that are not quite empty. So few are, four of one tenant alone and five of two; the others wait as
+bytes."""
 
 PLACE_WAIT_S = 60.0
 """One that waits longer gets a 503."""
@@ -75,6 +76,11 @@ class BodyCounts:
         self.values += text.count(b",")
         self.lists += text.count(b"[") + text.count(b"{")
         self.fields += text.count(b":")
+
+    @property
+    def num_items(self) -> int:
+        """Python makes an object of each."""
+        return self.lists + self.fields
 
     @property
     def excess(self) -> str:
@@ -283,7 +289,8 @@ class Bodies:
             short = shorten(body) if shorten is not None else body
             counts = count_body(short)
             counts.check()
-            return (short, None) if counts.lists + counts.fields > MANY_ITEMS else (b"", decode(short))
+            has_many = counts.num_items > MANY_ITEMS and _count_outside_strings(short).num_items > MANY_ITEMS
+            return (short, None) if has_many else (b"", decode(short))
 
         left, decoded = await self._thread.run(work, len(body))
         if not left:

@@ -246,8 +246,9 @@ class Exchange:
 
     async def _take_place(self) -> None:
         """Of those whose large body is decoded and not yet with the engine."""
-        await self.context.bodies.places.take("too many large requests are being read", PLACE_WAIT_S)
-        self._has_place = True
+        async with self.until_client_leaves():
+            await self.context.bodies.places.take("too many large requests are being read", PLACE_WAIT_S)
+            self._has_place = True
 
     async def read_body(self) -> bytes:
         """The whole body, at most `max_body_bytes`; a larger one is refused before or while it arrives.

@@ -127,9 +127,10 @@ async def stream_reply(
     headers: Callable[[], Headers] = list,
     content_type: bytes = EVENT_STREAM,
     ping: bytes = COMMENT,
+    tail_repeats: bool = False,
 ) -> None:
     """Stream `items`: `render` makes the frames of each (may be empty), `tail` those after the last. headers: makes more of the reply's, when it
-    begins. ping: the keep-alive; empty = none.
+    begins. ping: the keep-alive; empty = none. tail_repeats: the last frames are about as long as all before them.
 
     A failure before the reply begins, with the first item or a ping, raises, so that it has an error status; a later one becomes the frames that
     `failed` makes of it. `renamed` puts the API's field names into such an error; one that raises is left to the caller. `done` ends the stream
@@ -153,8 +154,7 @@ async def stream_reply(
                         size = len(frames)
                         total += size
                         await reply.write(frames)
-                # It may repeat all of them.
-                end = tail() if total <= INLINE_REPLY_BYTES else await exchange.context.written(tail, total)
+                end = await exchange.context.written(tail, total) if tail_repeats else tail()
             except Exception as exc:
                 if not reply.has_begun:
                     raise

@@ -106,6 +106,7 @@ class ResponsesAPI:
                 failed=reply.failed,
                 renamed=lambda exc: _renamed(exc, request),
                 headers=headers,
+                tail_repeats=True,
             )
             return
         updates = await exchange.all_of(chat.updates(exchange))
