@@ -120,7 +120,8 @@ def attack(num_kills: int, twice_every: int = 10) -> dict[str, Any]:
                 bodies, children = inputs(kind), Children(runtime.pid, module)
                 ask(next(bodies))  # starts a child
                 for number, question in enumerate(islice(bodies, 10 * num_kills)):
-                    if killed[kind] >= num_kills // len(KINDS):
+                    is_refused = any(status.endswith("again") for status in answers[kind])
+                    if killed[kind] >= num_kills // len(KINDS) and is_refused:
                         break
                     before = children.busy_s()
                     done = threads.submit(ask, question)

@@ -2,7 +2,8 @@
 
 A server of SmolLM2 gets chats, completions with a schema, several samples and logprobs, of the model and of adapters, by clients at nice 19. Every so
 often the weights are updated from a checkpoint, and an adapter is loaded while the oldest is unloaded. Once a minute the private memory of the
-scheduler is read (`/proc/PID/smaps`), apart from the KV pool, which only fills up: the median of some seconds, at least `SETTLE_S` after an update.
+scheduler is read (`/proc/PID/smaps`), apart from the KV pool, which only fills up, at least `SETTLE_S` after an update: every second for as long as
+free memory is kept at most, so the lowest is what is in use. The median and the highest have free memory, too.
 
     python tests/attacks/memory.py --minutes 60
 """
@@ -49,6 +50,8 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ *(.*)")
 SETTLE_S = 15
 """So long after an update, the memory of the weights before it has gone back to the system."""
 NUM_SAMPLES = 11
+"""One a second: free memory goes back every ten seconds (`headrace.garbage`)."""
+
 _ARENA = 64 << 20
 """malloc begins the memory of an arena at a multiple of this."""
 
@@ -175,14 +178,14 @@ def attack(minutes: float, every_s: float, num_clients: int = NUM_CLIENTS) -> di
 
 
 def point(now_s: float, changes: int, load: Load, scheduler: int) -> dict[str, Any]:
-    """The median of some seconds: a step's own tensors come and go."""
+    """The lowest of some seconds."""
     found: dict[str, Any] = {"minute": round(now_s / 60, 1), "updates": changes, "answers": load.answers.total()}
     samples = []
     for _ in range(NUM_SAMPLES):
         samples.append(private_mb(scheduler))
         time.sleep(1)
     samples.sort(key=lambda each: each["all"])
-    found |= samples[NUM_SAMPLES // 2] | {"lowest": samples[0]["all"], "highest": samples[-1]["all"]}
+    found |= samples[0] | {"median": samples[NUM_SAMPLES // 2]["all"], "highest": samples[-1]["all"]}
     print(json.dumps(found), file=sys.stderr, flush=True)
     return found
 

@@ -38,11 +38,12 @@ _TRIES = 3
 
 class PinAsk(msgspec.Struct, frozen=True):
     """Keep the first `num_tokens` tokens of a call's prompt for `ttl_s` seconds once it is computed; 0 = all of it. is_hint: if that is refused, the
-    call goes on."""
+    call goes on. remakes: id of the pin that is made again, unless somebody has let go of it."""
 
     ttl_s: float
     num_tokens: int = 0
     is_hint: bool = False
+    remakes: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,8 @@ class Pins:
         self._records: dict[str, _Record] = {}
         self._made: dict[str, _Record] = {}  # by the rid of the call that made it
         self._tasks: set[asyncio.Task[None]] = set()
+        self._num_remaking = 0
+        self._unpinned: set[str] = set()  # since the first of those that make pins again has begun
 
     async def pin(self, obj: GenerateReqInput, ttl_s: float, caller: Caller = ANONYMOUS) -> dict[str, Any]:
         """Compute a prompt, unless it is cached, and keep it: on the replica that the call names, or on all. Raises as `generate_request` does."""
@@ -101,6 +104,8 @@ class Pins:
         record = self._records.get(pin_id)
         if record is None or not (caller.is_admin or caller.owner == record.asked.owner):
             raise NotFoundError("there is no such pin; its time may have ended", "id", "pin_not_found")
+        if self._num_remaking:
+            self._unpinned.add(pin_id)
         await self._let_go(pin_id)
 
     async def cache(self, caller: Caller = ANONYMOUS) -> dict[str, Any]:
@@ -180,14 +185,18 @@ class Pins:
             raise RequestError("this server pins nothing (--kv-pin-share 0)")
 
     async def _compute(
-        self, prompt: GenerateReqInput, ttl_s: float, caller: Caller, num_tokens: int = 0
+        self, prompt: GenerateReqInput, ttl_s: float, caller: Caller, num_tokens: int = 0, remakes: str = ""
     ) -> tuple[_Record, SampleUsage]:
-        """Pin a prompt, or its first tokens, on the replica that it names."""
+        """Pin a prompt, or its first tokens, on the replica that it names. remakes: see `PinAsk`."""
         usage: SampleUsage | None = None
         for _ in range(_TRIES):
+            if self._is_let_go(remakes):
+                break
             rid = f"pin-{uuid.uuid4().hex}"
             call = msgspec.structs.replace(prompt, rid=rid, sampling_params=PROMPT_ONLY)
-            async for update in self._generate(call, caller=caller, pins=(PinAsk(ttl_s, num_tokens),), slot=NO_SLOT):
+            async for update in self._generate(
+                call, caller=caller, pins=(PinAsk(ttl_s, num_tokens, remakes=remakes),), slot=NO_SLOT
+            ):
                 usage = usage or update.usage
             record = self._made.pop(rid, None)
             if record is not None and usage is not None and prompt.replica is not None:
@@ -201,7 +210,7 @@ class Pins:
     ) -> None:
         content, now_s = request.content, self._clock()
         count = self._whole(min(ask.num_tokens or content.num_tokens, content.num_tokens))
-        if not count or not content.has_tokens:
+        if not count or not content.has_tokens or self._is_let_go(ask.remakes):
             return
         tokens = content.cache_key(content.token_ids)[: 4 * count]
         named = hashlib.blake2b(f"{caller.owner} {request.namespace} ".encode() + tokens, digest_size=12)
@@ -214,12 +223,17 @@ class Pins:
             now_s + ask.ttl_s,
             caller.weight,
         )
+        if not ask.remakes:
+            self._unpinned.discard(asked.id)
         await self._check_room(asked)
         try:
             held = await PIN.ask(self._control, asked)
         except HeadraceError:
             await self._let_go(asked.id)
             raise
+        if self._is_let_go(ask.remakes):
+            await self._let_go(asked.id)
+            return
         prompt = _prompt_of(obj, content, count)
         record = _Record(asked, held, prompt, caller, int(time.time() + ask.ttl_s))
         if any(held.values()):
@@ -238,6 +252,9 @@ class Pins:
         return is_within_share(
             asked.tenant, others.count(asked.tenant) + 1, len(others) + 1, MOST_PINS, weight=asked.weight
         )
+
+    def _is_let_go(self, remakes: str) -> bool:
+        return remakes in self._unpinned
 
     async def _let_go(self, pin_id: str) -> None:
         self._records.pop(pin_id, None)
@@ -259,6 +276,15 @@ class Pins:
                     self._records.pop(pin_id, None)
 
     async def _make_again(self) -> None:
+        self._num_remaking += 1
+        try:
+            await self._make_all_again()
+        finally:
+            self._num_remaking -= 1
+            if not self._num_remaking:
+                self._unpinned.clear()
+
+    async def _make_all_again(self) -> None:
         for pin_id, record in list(self._records.items()):
             left_s, num_tokens = record.asked.until_s - self._clock(), len(record.asked.tokens) // 4
             if left_s <= 0:
@@ -267,9 +293,10 @@ class Pins:
             for replica in [replica for replica in self._replicas_to_ask() if record.held.get(replica)]:
                 try:
                     again = msgspec.structs.replace(record.prompt, routed_dp_rank=replica)
-                    await self._compute(again, left_s, record.caller, num_tokens)
+                    await self._compute(again, left_s, record.caller, num_tokens, pin_id)
                 except HeadraceError as error:
-                    logger.warning("a pin of %d tokens is lost: %s", num_tokens, error.message)
+                    if not self._is_let_go(pin_id):
+                        logger.warning("a pin of %d tokens is lost: %s", num_tokens, error.message)
 
     def _start(self, work: Any) -> None:
         async def run() -> None:
