@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from headrace.config.web import PrefillHosts
-from headrace.disaggregation import sink, wire
+from headrace.disaggregation import wire
 from headrace.disaggregation.shared_memory import Ring
 from headrace.disaggregation.sink import Incoming, PageSink
 from headrace.disaggregation.source import Outgoing, PageSource
@@ -427,7 +427,7 @@ def test_prefill_servers_that_do_not_answer_leave_nothing(monkeypatch):
 def test_a_connection_that_comes_late_is_not_waited_for(monkeypatch):
     """Weights change while the sink connects to somebody who accepts and says nothing."""
     began, goes_on = threading.Event(), threading.Event()
-    connect = sink._Peer._connect
+    connect = socket.create_connection
 
     def late(*given: object) -> socket.socket:
         connected = connect(*given)
@@ -435,7 +435,7 @@ def test_a_connection_that_comes_late_is_not_waited_for(monkeypatch):
         goes_on.wait(WAIT_S)
         return connected
 
-    monkeypatch.setattr(sink._Peer, "_connect", late)
+    monkeypatch.setattr(socket, "create_connection", late)
     with Two() as two, socket.create_server(("127.0.0.1", 0)) as silent:
         waits = Incoming("127.0.0.1", silent.getsockname()[1], 1, "w", b"", 1, pages=[9])
         two.sink.ask(waits)

@@ -58,7 +58,7 @@ class Schedulers:
 
     async def settle(self) -> None:
         self.may_end.set()
-        await asyncio.gather(*self.pins._tasks)
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
 
 
 @pytest.mark.parametrize("is_let_go", [False, True])

@@ -223,7 +223,7 @@ async def test_a_video_by_url_waits_for_a_place_only_so_long(tmp_path, monkeypat
     monkeypatch.setattr(loader_module, "FETCH_LIMIT_S", 0.05)
     loader = make_loader(tmp_path, write_checkpoint(tmp_path, "qwen2_vl"), MediaArgs())
     try:
-        for _ in range(loader_module._VIDEOS):
+        for _ in range(6):
             await loader._videos.take()
         with pytest.raises(CapacityError, match="too many videos are being fetched"):
             await loader.load([VideoRef(frames=(ImageRef(url="https://a.example/b.png"),))])
