@@ -21,9 +21,9 @@ from bench.program import counts, parser_of, refusals, report_of, words
 from headrace import kernels
 from headrace.benchmark.figures import timing
 from headrace.benchmark.results import write_json
+from headrace.benchmark.step import machine_limits
 from headrace.benchmark.tables import print_table
 from headrace.errors import ConfigError
-from headrace.kernels.probe import machine_limits
 
 _FLOAT = 4
 _ROUND_BYTES = 192 << 20

@@ -3,7 +3,7 @@
     .venv/bin/python -m bench.tower_parts [--turns 20] [--output FILE]
 
 Parts: milliseconds of each on 196 tokens an image, the least over the turns, and operations a second of the products, beside the machine's peak
-(`kernels.probe`). Slices: SigLIP's larger tower on an image of 896 pixels, a layer as one call and cut as the scheduler has it, the least over the
+(`bench step`). Slices: SigLIP's larger tower on an image of 896 pixels, a layer as one call and cut as the scheduler has it, the least over the
 turns of the longest slice and of the whole layer. Random weights. Prints JSON.
 """
 
@@ -17,8 +17,8 @@ from rich.progress import track
 
 from bench.program import parser_of, write_report
 from headrace import kernels
+from headrace.benchmark.step import machine_limits
 from headrace.checkpoint.media_config import MediaConfig, VisionConfig
-from headrace.kernels.probe import machine_limits
 from headrace.layers.weight import Placement
 from headrace.messages import media as media_messages
 from headrace.models.media import MediaInput

@@ -20,8 +20,8 @@ from headrace.errors import ExecutionError
 from headrace.execution.model_source import sampling_defaults
 from headrace.launch import RunningEngine, launch_engine
 from headrace.processes import lifeline
+from headrace.processes.handshake import loading_bar
 from headrace.processes.http_workers import HttpWorkers
-from headrace.processes.loading_bar import loading_bar
 from headrace.processes.model_files import reply_limit
 from headrace.processes.parts import ChildParts
 

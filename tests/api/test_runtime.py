@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from headrace.api import runtime, server_process
-from headrace.api.runtime import Runtime
-from headrace.api.server_process import command_line, free_port
+from headrace.api import runtime
+from headrace.api.runtime import Runtime, command_line, free_port
 from headrace.errors import AuthError, CapacityError, ConfigError, ExecutionError, RequestError
 
 SERVER = r"""
@@ -69,15 +68,15 @@ def stand_in(tmp_path, monkeypatch):
     """Makes `python -m headrace.cli serve ...` run the stand-in."""
     script = tmp_path / "server.py"
     script.write_text(SERVER)
-    real = server_process.subprocess.Popen
+    real = runtime.subprocess.Popen
     commands = []
 
     def popen(command, **options):
         commands.append(command)
         return real([sys.executable, str(script), *command[3:]], **options)
 
-    monkeypatch.setattr(server_process.subprocess, "Popen", popen)
-    monkeypatch.setattr(server_process, "READY_POLL_S", 0.01)
+    monkeypatch.setattr(runtime.subprocess, "Popen", popen)
+    monkeypatch.setattr(runtime, "READY_POLL_S", 0.01)
     return commands
 
 
@@ -134,9 +133,9 @@ async def test_it_streams_asynchronously(stand_in):
 
 
 def test_a_server_that_dies_while_starting_is_an_error(monkeypatch):
-    real = server_process.subprocess.Popen
+    real = runtime.subprocess.Popen
     monkeypatch.setattr(
-        server_process.subprocess,
+        runtime.subprocess,
         "Popen",
         lambda command, **options: real([sys.executable, "-c", "raise SystemExit(2)"]),
     )

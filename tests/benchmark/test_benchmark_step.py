@@ -10,12 +10,11 @@ from rich.console import Console
 from bench.kernels import KernelOptions, run_kernels
 from headrace import kernels
 from headrace.benchmark.figures import timing
-from headrace.benchmark.step import StepOptions, run_step
+from headrace.benchmark.step import MachineLimits, StepOptions, run_step
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
 from headrace.kernels import cpu
 from headrace.kernels.decoder import PHASES
-from headrace.kernels.probe import MachineLimits
 
 pytestmark = pytest.mark.skipif(bool(cpu.why_not()), reason=cpu.why_not() or "-")
 

@@ -4,7 +4,7 @@ import builtins
 import sys
 import types
 
-from headrace.processes.loading_bar import loading_bar
+from headrace.processes.handshake import loading_bar
 
 
 class ZMQInteractiveShell:

@@ -14,8 +14,7 @@ from headrace.messages.control import InternalState, PoolState, TierStats
 from headrace.messages.grammar import GrammarStats
 from headrace.messages.media import EncodingStats, MediaStats
 from headrace.messages.outputs import SpeculationCounts
-from headrace.metrics.catalog import Metrics
-from headrace.metrics.collectors import MAX_KEY_NAMES, OTHER_KEYS
+from headrace.metrics.catalog import MAX_KEY_NAMES, OTHER_KEYS, Metrics
 from headrace.metrics.export import render
 from headrace.version import VERSION
 

@@ -19,9 +19,8 @@ from headrace.media_kinds import ImageRef, MediaKind
 from headrace.messages.media import KEY_BYTES
 from headrace.multimodal import sources
 from headrace.multimodal.limits import MediaRefusedError, png_pixels
-from headrace.multimodal.loader import MediaLoader, make_loader
+from headrace.multimodal.loader import MediaLoader, RecentRefusals, make_loader
 from headrace.multimodal.media_messages import Done, ImageJob
-from headrace.multimodal.shared_work import RecentRefusals
 from headrace.multimodal.sources import FileLimit, inline_bytes
 from headrace.turns import work_for
 

@@ -49,7 +49,7 @@ from headrace.frontend.server_info import describe_server
 from headrace.frontend.weight_control import tensor_file
 from headrace.launch import RunningEngine, launch_engine
 from headrace.messages.weights import UpdateFromTensors, WeightOpReply
-from headrace.processes.loading_bar import loading_bar
+from headrace.processes.handshake import loading_bar
 from headrace.text.tokenizers import Tokenizer
 
 if TYPE_CHECKING:

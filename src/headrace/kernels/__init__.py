@@ -7,7 +7,6 @@ Read first: ops.py (what an op is), registry.py (op -> implementations).
 - Layouts: packing.py (of floats, experts, adapters and the KV cache), quantized_packing.py (of integers, and the way back),
   gguf_packing.py (of blocks of GGUF files)
 - Larger than a layer's op: decoder.py and encoder.py (all layers of the common blocks)
-- Measuring: probe.py (what this machine can do at best)
 """
 
 from headrace.kernels.decoder import DecoderLayerSpec, DecoderSpec, FusedDecoder

@@ -7,5 +7,5 @@ Read first: loader.py (`MediaLoader`: what is loaded at a time, what is kept), f
   - of images and frames: images.py (files to pixels), processors.py (pixels to the values of transformers' image processors), resolutions.py (sizes
     and numbers of tiles)
   - of audio: audio.py (files to samples, and these to Whisper's features)
-- Also: limits.py (what one item may cost, and how one is refused), shared_work.py (work that several requests share)
+- Also: limits.py (what one item may cost, and how one is refused)
 """

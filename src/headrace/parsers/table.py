@@ -144,7 +144,7 @@ class Table:
     match is read as the beginning of the output. is_text: all terminals match by text. parts: texts inside calls that may be special tokens
     of a tokenizer, and are read as text. writings: how calls are to be written; the first that the tokenizer has the token for. aliases:
     other names of the format. fingerprints: groups of texts; a chat template with all texts of a group is of a model that writes this
-    format. has_headers: all texts are messages with headers, as in `harmony.py`. reasoning: what begins and ends the reasoning of a format
+    format. has_headers: all texts are messages with headers, as in Harmony. reasoning: what begins and ends the reasoning of a format
     that has its own (`has_reasoning`), for limits of it. turn_ends: terminals after which the model's turn is over.
     """
 

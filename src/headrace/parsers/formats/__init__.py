@@ -1,8 +1,7 @@
-"""What models write, as tables: one for each format, by kin in json_calls.py, tag_calls.py, own_notations.py and harmony.py (gpt-oss)."""
+"""What models write, as tables: one for each format, by kin in json_calls.py, tag_calls.py and own_notations.py."""
 
-from headrace.parsers.formats.harmony import HARMONY
 from headrace.parsers.formats.json_calls import DEEPSEEK_V3, DEEPSEEK_V31, HERMES, KIMI_K2, LLAMA3, MISTRAL
-from headrace.parsers.formats.own_notations import FUNCTION_GEMMA, GEMMA4, LFM2, PYTHONIC
+from headrace.parsers.formats.own_notations import FUNCTION_GEMMA, GEMMA4, HARMONY, LFM2, PYTHONIC
 from headrace.parsers.formats.tag_calls import DEEPSEEK_V32, GLM45, GLM47, MINIMAX_M2, QWEN3_CODER
 from headrace.parsers.table import ReasoningTable, Table
 

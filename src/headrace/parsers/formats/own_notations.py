@@ -1,9 +1,10 @@
-"""Formats whose calls are in a notation of their own: Python's (Llama 3.2 and 4, LFM2), Gemma's."""
+"""Formats in a notation of their own: calls as Python's (Llama 3.2 and 4, LFM2) and Gemma's, and Harmony (gpt-oss)."""
 
+import re
 from functools import partial
 
 from headrace.parsers.call_readers import GemmaCall, PythonCall
-from headrace.parsers.table import Go, Kind, State, Table, Writing
+from headrace.parsers.table import Go, Header, Kind, ReasoningTable, State, Table, Writing
 
 # A list of Python calls: bare at the beginning of the output (Llama 3.2 and 4 with templates that ask for it), or between special tokens (LFM2).
 
@@ -65,3 +66,66 @@ def _gemma(name: str, begin: str, end: str, delimiter: str) -> Table:
 
 GEMMA4 = _gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = _gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>")
+
+
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+def read_header(text: str) -> Header | None:
+    """`assistant<|channel|>commentary to=functions.f <|constrain|>json`: what follows its `<|message|>`."""
+    text = text[text.rfind("<|start|>") + 1 :]
+    recipient = _RECIPIENT.search(text)
+    if recipient is not None:
+        name = recipient[1].removeprefix("functions.")
+        return Header("arguments", name) if name else None
+    channel = _CHANNEL.search(text)
+    return Header("reasoning" if channel is not None and channel[1] == "analysis" else "content")
+
+
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_TEXT = {
+    **{end: Go("between", closes=True) for end in _ENDS},
+    "<|start|>": Go("header", closes=True),
+    "<|channel|>": Go("header", closes=True, keep=True),
+}
+
+HARMONY = Table(
+    name="gpt-oss",
+    aliases=("openai", "openai_gptoss", "harmony", "gpt_oss"),
+    fingerprints=(("<|channel|>", "<|message|>"),),
+    has_reasoning=True,
+    has_headers=True,
+    reasoning=ReasoningTable("analysis", opens=("<|channel|>analysis<|message|>",), closes=("<|end|>",)),
+    writings=(Writing("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"),),
+    turn_ends=("<|return|>", "<|call|>"),
+    start="header",
+    prompts=(
+        ("<|channel|>analysis<|message|>", "reasoning"),
+        ("<|channel|>final<|message|>", "content"),
+        ("<|channel|>commentary<|message|>", "content"),
+    ),
+    states={
+        "header": State(
+            Kind.HEADER,
+            {
+                "<|message|>": Go("content"),
+                "<|channel|>": Go("header"),
+                "<|constrain|>": Go("header"),
+                "<|start|>": Go("header"),
+            },
+            read_header=read_header,
+        ),
+        "content": State(Kind.CONTENT, _TEXT),
+        "reasoning": State(Kind.REASONING, _TEXT),
+        "arguments": State(
+            Kind.ARGUMENTS,
+            {
+                **{end: Go("between", end=True, closes=True) for end in _ENDS},
+                "<|start|>": Go("header", end=True, closes=True),
+                "<|channel|>": Go("header", end=True, closes=True, keep=True),
+            },
+        ),
+        "between": State(Kind.SPACE, {"<|start|>": Go("header")}),
+    },
+)
