@@ -9,8 +9,7 @@ compare/ is Headrace beside other servers, fleet/ simulated replicas, gpu/ `scri
 - Kernels and encoders: kernels.py, tower_parts.py, encoders.py, vision.py, sounds.py
 - The host: scheduler_turn.py, host_path.py, drafting.py, verifying.py
 - Grammars: constrained.py, maskbench.py, hostile_grammars.py
-- What others notice: cost.py (of large bodies), dashboard.py, images_beside_streams.py, recovery.py (of a part that is killed), weight_updates.py
-  (while requests run)
+- What others notice: images_beside_streams.py, recovery.py (of a part that is killed), weight_updates.py (while requests run)
 - KV that is kept in files: kv_files.py, kv_damage.py (what becomes of these files), kv_writer.py (when who writes them is killed), kv_calls.py
   (calls of the tree, copies of pages)
 - Replicas: replicas.py (real ones beside the simulated), disaggregation.py (prefill and decode on different servers)
