@@ -6,8 +6,8 @@ compare/ is Headrace beside other servers, fleet/ simulated replicas, gpu/ `scri
 - Shared: program.py (command line, JSON), servers.py (a server for as long as it is measured), contest.py (calls in turns beside peers)
 - Of results: ratios.py (what the second server of one gives over the first)
 - Ranks: collectives.py, two_batches.py (steps in halves over slow sums)
-- Kernels and encoders: kernels.py, tower_parts.py, encoders.py, vision.py, sounds.py
-- The host: scheduler_turn.py, host_path.py, drafting.py, verifying.py
+- Kernels and encoders: kernels.py, encoders.py, vision.py, sounds.py
+- The host: scheduler_turn.py, host_path.py
 - Grammars: constrained.py, maskbench.py, hostile_grammars.py
 - What others notice: images_beside_streams.py, recovery.py (of a part that is killed), weight_updates.py (while requests run)
 - KV that is kept in files: kv_files.py, kv_damage.py (what becomes of these files), kv_writer.py (when who writes them is killed), kv_calls.py
