@@ -10,8 +10,7 @@ compare/ is Headrace beside other servers, fleet/ simulated replicas, gpu/ `scri
 - The host: scheduler_turn.py, host_path.py
 - Grammars: constrained.py, maskbench.py, hostile_grammars.py
 - What others notice: images_beside_streams.py, recovery.py (of a part that is killed), weight_updates.py (while requests run)
-- KV that is kept in files: kv_files.py, kv_damage.py (what becomes of these files), kv_writer.py (when who writes them is killed), kv_calls.py
-  (calls of the tree, copies of pages)
+- KV that is kept in files: kv_files.py
 - Replicas: replicas.py (real ones beside the simulated), disaggregation.py (prefill and decode on different servers)
 - Output, not time: families.py, rank_equality.py, speculation_equality.py, embedding_agreement.py, gguf_quality.py, gguf_types.py,
   gguf_tokenizers.py
