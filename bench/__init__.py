@@ -12,9 +12,7 @@ compare/ is Headrace beside other servers, fleet/ simulated replicas, gpu/ `scri
 - What others notice: images_beside_streams.py, recovery.py (of a part that is killed), weight_updates.py (while requests run)
 - KV that is kept in files: kv_files.py
 - Replicas: replicas.py (real ones beside the simulated), disaggregation.py (prefill and decode on different servers)
-- Output, not time: families.py, rank_equality.py, speculation_equality.py, embedding_agreement.py, gguf_quality.py, gguf_types.py,
-  gguf_tokenizers.py
-- Of output and time: sparsity.py
+- Output, not time: families.py, rank_equality.py, speculation_equality.py, embedding_agreement.py, gguf_types.py, gguf_tokenizers.py
 - A mix of clients for hours: soak.py (`scripts/soak`)
 
 configs/ holds sizes of models that get random weights, results/ the newest result of each kind and machine, which docs quote, notes/ what was
