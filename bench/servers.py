@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -139,6 +140,20 @@ async def arrivals(url: str, text: str, num_tokens: int) -> list[float]:
     if reply.status != 200 or reply.error is not None:
         raise ConfigError(f"{url} answered {reply.status}: {reply.error or reply.body[:200]!r}")
     return [now_s for now_s, piece in reply.pieces for _ in range(piece.count(b"data: {"))]
+
+
+def posted(url: str, body: Mapping[str, Any]) -> Any:
+    """The JSON that is the answer to a POST of JSON. Raises HTTPError for another status than 200."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as reply:
+        return json.load(reply)
+
+
+def greedy(url: str, prompt: str | Sequence[int], num_tokens: int) -> dict[str, Any]:
+    """Headrace's reply to a request for exactly so many greedy tokens after a text or token ids."""
+    sampling = {"max_new_tokens": num_tokens, "temperature": 0, "repetition_penalty": 1.0, "ignore_eos": True}
+    given = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+    return dict(posted(f"{url}/generate", {**given, "sampling_params": sampling}))
 
 
 def free_port() -> int:
