@@ -9,14 +9,12 @@ row says no. A row has the types inside, and fails if the one that is asked for 
 llama.cpp's server drafts none; "defaults" is without options.
 """
 
-import json
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,9 +24,9 @@ import numpy as np
 from rich.progress import track
 
 from bench.program import counts, parser_of, refusals, words, write_report
-from bench.servers import ServerProcess, free_port
+from bench.servers import ServerProcess, free_port, greedy, own_server, posted
 from headrace import Engine
-from headrace.benchmark.agreement import PROMPTS
+from headrace.benchmark.agreement import PROMPTS, common_length
 from headrace.checkpoint.names import resolve_model
 
 TYPES = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "IQ4_XS", "Q2_K", "Q3_K_M", "MXFP4")
@@ -105,34 +103,23 @@ def types_of(path: Path) -> Counter[str]:
     return Counter(t.tensor_type.name for t in tensors if t.name.startswith("blk.") and len(t.shape) > 1)
 
 
-def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=600) as reply:
-        return json.load(reply)
-
-
 def theirs(url: str, prompt: Prompt, tokens: int) -> list[int]:
     """llama.cpp's greedy ids."""
     body = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "return_tokens": True}
-    return list(post(f"{url}/completion", body | {"cache_prompt": False})["tokens"])
+    return list(posted(f"{url}/completion", body | {"cache_prompt": False})["tokens"])
 
 
 def ours(url: str, prompt: Prompt, tokens: int) -> list[int]:
-    sampling = {"max_new_tokens": tokens, "temperature": 0, "repetition_penalty": 1.0, "ignore_eos": True}
-    name = "text" if isinstance(prompt, str) else "input_ids"
-    return list(post(f"{url}/generate", {name: prompt, "sampling_params": sampling})["output_ids"])
+    return list(greedy(url, prompt, tokens)["output_ids"])
 
 
 def speed(ask: Ask, url: str, streams: int, turn: int) -> float:
     """Output tokens a second of so many streams."""
     prompts = [f"{turn} {stream} {PROMPTS[stream % len(PROMPTS)]}" for stream in range(streams)]
-    threads = [threading.Thread(target=ask, args=(url, prompt, TOKENS)) for prompt in prompts]
-    begin = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return streams * TOKENS / (time.perf_counter() - begin)
+    with ThreadPoolExecutor(streams) as clients:
+        begin = time.perf_counter()
+        list(clients.map(lambda prompt: ask(url, prompt, TOKENS), prompts))
+        return streams * TOKENS / (time.perf_counter() - begin)
 
 
 def prompt_speed(ask: Ask, url: str, length: int, turn: int) -> float:
@@ -160,60 +147,46 @@ def judged(file: Path, partings: Sequence[tuple[str, list[int], int]]) -> list[d
     ]
 
 
+def over_llama_cpp(rates: dict[str, list[float]]) -> dict[str, float]:
+    """Medians."""
+    peer = median(rates["llama-server"])
+    return {name: round(median(rates[name]) / peer, 2) for name in ("headrace", "defaults")}
+
+
 def compare(
     file: Path, llama_server: Path, work: Path, texts: int, turns: int, workloads: Sequence[Workload]
 ) -> dict[str, Any]:
     """A row of the report."""
-    ports = [free_port() for _ in range(3)]
-    llama = f"{llama_server} -m {file} --host 127.0.0.1 --port {ports[0]} -np {SLOTS} -c {SLOTS * SLOT_TOKENS} --no-kv-unified -fa on --no-ui"
-    own = [
-        sys.executable,
-        "-m",
-        "headrace.cli",
-        "serve",
-        str(file),
-        "--log-level",
-        "warning",
-        "--max-total-tokens",
-        str(SLOTS * SLOT_TOKENS),
-    ]
+    port = free_port()
+    llama = f"{llama_server} -m {file} --host 127.0.0.1 --port {port} -np {SLOTS} -c {SLOTS * SLOT_TOKENS} --no-kv-unified -fa on --no-ui"
+    own = ("--max-total-tokens", str(SLOTS * SLOT_TOKENS))
     with (
-        ServerProcess("llama-server", llama.split(), ports[0], work / "llama.log") as peer,
-        ServerProcess("headrace", [*own, "--port", str(ports[1]), "--speculative-algorithm", "off"], ports[1], work / "off.log") as server,
-        ServerProcess("defaults", [*own, "--port", str(ports[2])], ports[2], work / "defaults.log") as default,
-    ):  # fmt: skip
+        ServerProcess("llama-server", llama.split(), port, work / "llama.log") as peer,
+        own_server(str(file), (*own, "--speculative-algorithm", "off")) as server,
+        own_server(str(file), own) as default,
+    ):
+        arms = {"llama-server": (peer, theirs), "headrace": (server, ours), "defaults": (default, ours)}
         peer.wait_until_ready()
-        server.wait_until_ready("/ready")
-        default.wait_until_ready("/ready")
-        partings, same = [], 0
+        partings = []
         for prompt in PROMPTS[:texts]:
             a, b = theirs(peer.url, prompt, TOKENS), ours(server.url, prompt, TOKENS)
-            at = next((index for index, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
-            same += at is None
-            if at is not None:
+            if (at := common_length(a, b)) < TOKENS:
                 partings.append((prompt, a[:at], b[at]))
-        figures: dict[str, dict[str, list[float]]] = {}
+        figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for turn in range(turns):
             for kind, size in workloads:
                 measure = speed if kind == "streams" else prompt_speed
-                for one, ask in ((peer, theirs), (server, ours), (default, ours)):
-                    figures.setdefault(f"{kind} {size}", {}).setdefault(one.name, []).append(
-                        round(measure(ask, one.url, size, turn), 1)
-                    )
+                for name, (one, ask) in arms.items():
+                    figures[f"{kind} {size}"][name].append(round(measure(ask, one.url, size, turn), 1))
     found = judged(file, partings)
     return {
         "matrices": dict(types_of(file)),
         "texts": texts,
-        "same_text": same,
+        "same_text": texts - len(partings),
         "where_they_part": found,
         "all_right": all(one["gap"] <= NEAR or one["ours_is_likeliest"] for one in found),
         "tok_s": figures,
-        "over_llama_cpp": {
-            workload: {
-                name: round(median(by[name]) / median(by["llama-server"]), 2) for name in ("headrace", "defaults")
-            }
-            for workload, by in figures.items()
-        },
+        "over_llama_cpp": {workload: over_llama_cpp(by) for workload, by in figures.items()},
     }
 
 
@@ -234,23 +207,16 @@ def main() -> None:
     source = options.work / "bf16.gguf"
     if not source.exists() and not options.files:
         save_random(source)
-    rows = []
-    server = options.llama_cpp / "llama-server"
+    rows: list[dict[str, Any]] = []
+    server, texts = options.llama_cpp / "llama-server", min(options.texts, len(PROMPTS))
     with refusals():
-        for name in track(options.files, description="files") if options.files else ():
-            row = compare(Path(resolve_model(name)), server, options.work, options.texts, options.turns, workloads)
-            rows.append({"file": Path(name).name, **row})
-        for kind in () if options.files else track(options.types, description="types"):
-            file = quantise(options.llama_cpp / "llama-quantize", source, kind)
-            base = "Q" + kind.split("_")[0].removeprefix("Q") + "_K" if kind.endswith("_K_M") else kind
-            is_that_type = types_of(file).most_common(1)[0][0] == base
-            rows.append(
-                {
-                    "type": kind,
-                    "is_that_type": is_that_type,
-                    **compare(file, server, options.work, options.texts, options.turns, workloads),
-                }
-            )
+        for name in track(options.files or options.types, description="files"):
+            if options.files:
+                file, row = Path(resolve_model(name)), {"file": Path(name).name}
+            else:
+                file = quantise(options.llama_cpp / "llama-quantize", source, name)
+                row = {"type": name, "is_that_type": types_of(file).most_common(1)[0][0] == name.removesuffix("_M")}
+            rows.append(row | compare(file, server, options.work, texts, options.turns, workloads))
     write_report({"files": rows}, options.output)
     if not all(row.get("is_that_type", True) and row["all_right"] for row in rows):
         sys.exit("error: a text parts where one token is clearly the likeliest, or a file is not of its type")
