@@ -1,4 +1,14 @@
-"""Encoders in one process on the same number of threads, in turns: ours, and those of peers, whose packages encoders.py names."""
+"""Encoders in one process on the same number of threads, in turns: ours, and those of peers, for which there have to be packages:
+
+    .venv/bin/python -m pip install --no-deps --target .venv/peers onnxruntime==1.31.1 openvino==2026.4.1 onnx==1.23.2 flatbuffers protobuf \\
+        ml_dtypes openvino-telemetry
+    .venv/bin/python -m pip install --no-deps --target .venv/nncf nncf==3.4.0 pydot==4.0.1 tabulate scikit-learn scipy joblib threadpoolctl \\
+        narwhals pyparsing
+
+Without those of .venv/nncf OpenVINO runs the model as onnxruntime quantised it. The programs print JSON: medians over the turns, with their
+quartiles, and for each class the fastest of ours over the fastest peer. fp32: peers that compute in float32. 16 bit: OpenVINO as it chooses by
+itself on a processor with products of bfloat16. Who is further from float32 in torch than `LEAST_COSINE` of its class takes no part.
+"""
 
 import argparse
 import contextlib
@@ -12,12 +22,14 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
+from rich.progress import track
 
-from bench.program import parser_of
+from bench.program import parser_of, write_report
 from headrace import kernels
 
 Call = Callable[..., torch.Tensor]
 SECONDS = 0.25  # of one turn
+LEAST_COSINE = {"fp32": 0.9999, "16 bit": 0.9999, "int8": 0.99}
 
 
 @dataclass(frozen=True)
@@ -30,10 +42,11 @@ class Contestant:
 
 
 def contest_parser(description: str | None, turns: int) -> argparse.ArgumentParser:
-    """A command line with `--turns` and `--threads`."""
+    """A command line with `--turns`, `--threads` and `--ours`."""
     parser = parser_of(description)
     parser.add_argument("--turns", type=int, default=turns)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--ours", action="store_true", help="without peers")
     return parser
 
 
@@ -52,6 +65,42 @@ def torch_threads(threads: int) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(1)
+
+
+def contest(
+    model: str,
+    contestants: Mapping[str, Contestant],
+    checked: tuple[torch.Tensor, torch.Tensor],
+    sizes: Mapping[str, tuple[int, torch.Tensor]],
+    unit: str,
+    kinds: Mapping[str, str],
+    options: argparse.Namespace,
+) -> None:
+    """Write how many of `unit` each computes a second, and the ratios.
+
+    checked: an input, and what float32 gives for it. sizes: by name, the units of a call, and its input. kinds: see `best_ratios`.
+    """
+    calls = {name: each.call for name, each in contestants.items()}
+    given, want = checked
+    cosines = {name: torch.cosine_similarity(call(given), want, dim=-1) for name, call in calls.items()}
+    near = [name for name, each in contestants.items() if cosines[name].mean() >= LEAST_COSINE[each.kind]]
+    results = []
+    for size, (units, inputs) in track(sizes.items(), description="sizes"):
+        taken = in_turns(calls, inputs, options.turns)
+        rates = {name: [units / seconds for seconds in found] for name, found in taken.items()}
+        ratio = best_ratios(contestants, {name: rates[name] for name in near}, kinds)
+        results.append({"size": size, f"{unit}_per_s": spread(rates), "ratio": ratio})
+        print(results[-1], file=sys.stderr, flush=True)
+    about = {
+        name: {
+            "class": each.kind,
+            "cosine": {"least": round(float(cosines[name].min()), 6), "mean": round(float(cosines[name].mean()), 6)},
+            "remark": each.remark,
+        }
+        for name, each in contestants.items()
+    }
+    found = {"threads": options.threads, "turns": options.turns, "contestants": about, "results": results}
+    write_report({"model": model, **found}, options.output)
 
 
 def in_turns(calls: Mapping[str, Call], inputs: torch.Tensor, turns: int) -> dict[str, list[float]]:
@@ -75,15 +124,12 @@ def _seconds(call: Call, inputs: torch.Tensor, repeat: int) -> float:
     return median(taken)
 
 
-def spread(found: Mapping[str, Sequence[float]], digits: int | None) -> dict[str, dict[str, Any]]:
+def spread(found: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
     """Medians and quartiles by name."""
+    quarters = {name: quantiles(values, n=4) for name, values in found.items() if len(values) > 1}
     return {
-        "median": {name: round(median(values), digits) for name, values in found.items()},
-        "quartiles": {
-            name: [round(value, digits) for value in quantiles(values, n=4)]
-            for name, values in found.items()
-            if len(values) > 1
-        },
+        "median": {name: round(median(values), 2) for name, values in found.items()},
+        "quartiles": {name: [round(value, 2) for value in values] for name, values in quarters.items()},
     }
 
 
@@ -106,11 +152,6 @@ def best_ratios(
         for kind, (mine, peer) in best.items()
         if mine[1] and peer[1]
     }
-
-
-def show(result: Mapping[str, Any]) -> None:
-    """On stderr, while the others are still measured."""
-    print(result, file=sys.stderr, flush=True)
 
 
 def export(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], axes: Mapping[int, str], to: Path) -> None:

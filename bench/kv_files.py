@@ -1,17 +1,14 @@
 """What --kv-cache-dir gives: the first token of a long prompt after a kill -9, and the throughput where half of the prefixes fit into the pool.
 
-    python -m bench.kv_files MODEL [--rounds 3] [--tokens 8000] [--prefixes 64] [--requests 96] [--parts restart,files,without] [--output FILE]
+    python -m bench.kv_files MODEL [--rounds 3] [--tokens 8000] [--prefixes 64] [--requests 96] [--parts restart,shared] [--output FILE]
 
 A round of the first: a new prompt is computed, asked again, and asked of a new server two seconds after the end of the old one by kill -9, with the
 files in the page cache and then after POSIX_FADV_DONTNEED. The second: prefixes of 2,048 tokens in random order, 8 at a time, 32 tokens out, with
-and without files that hold them all. Texts must be the same in all. Parts may run one at a time: the report adds to that of the same file.
+and without files that hold them all. Texts must be the same in all.
 """
 
-import hashlib
-import json
 import os
 import random
-import shutil
 import signal
 import tempfile
 import time
@@ -21,14 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
 from rich.progress import track
 
 from bench.program import parser_of, refusals, words, write_report
-from bench.servers import ServerProcess, own_server
+from bench.servers import ServerProcess, greedy, own_server
 
 PREFIX, OUT, AT_ONCE = 2048, 32, 8
-_PARTS = ("restart", "files", "without")
 _SETTLED_S = 2.0
 """After which a prefix has been written, and the weights of a new server have been hashed."""
 
@@ -41,10 +36,7 @@ def ids_of(number: int, count: int) -> list[int]:
 def ask(url: str, ids: Sequence[int], num_new: int = 1) -> tuple[float, int, str]:
     """Seconds, cached tokens and text of a greedy reply."""
     begin = time.perf_counter()
-    sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
-    reply = httpx.post(
-        f"{url}/generate", json={"input_ids": list(ids), "sampling_params": sampling}, timeout=600
-    ).json()
+    reply = greedy(url, ids, num_new)
     return time.perf_counter() - begin, reply["meta_info"]["cached_tokens"], reply["text"]
 
 
@@ -99,8 +91,10 @@ def turns(url: str, order: Iterable[int]) -> tuple[float, int, list[str]]:
     return time.perf_counter() - begin, sum(cached for _, cached, _ in replies), [text for _, _, text in replies]
 
 
-def shared(model: str, folder: Path | None, num_prefixes: int, num_requests: int) -> dict[str, Any]:
-    """Throughput where the pool holds half of the prefixes, with files below `folder` or without."""
+def throughput(
+    model: str, folder: Path | None, num_prefixes: int, num_requests: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Where the pool holds half of the prefixes, with files below `folder` or without; and the texts."""
     source = random.Random(0)
     order = [source.randrange(num_prefixes) for _ in range(num_requests)]
     options = ["--max-total-tokens", str(num_prefixes * PREFIX // 2)]
@@ -110,13 +104,20 @@ def shared(model: str, folder: Path | None, num_prefixes: int, num_requests: int
         turns(server.url, range(num_prefixes // 2 if folder is None else num_prefixes))
         time.sleep(_SETTLED_S)
         seconds, cached, texts = turns(server.url, order)
+    return {"tokens_per_s": round(num_requests * OUT / seconds, 1), "cached_tokens": cached}, texts
+
+
+def shared(model: str, folder: Path, num_prefixes: int, num_requests: int) -> dict[str, Any]:
+    files, texts = throughput(model, folder, num_prefixes, num_requests)
+    without, texts_without = throughput(model, None, num_prefixes, num_requests)
     return {
         "prefixes": num_prefixes,
         "prefix_tokens": PREFIX,
         "requests": num_requests,
-        "tokens_per_s": round(num_requests * OUT / seconds, 1),
-        "cached_tokens": cached,
-        "texts": hashlib.sha256("\0".join(texts).encode()).hexdigest(),
+        "files": files,
+        "without": without,
+        "ratio": round(files["tokens_per_s"] / without["tokens_per_s"], 2),
+        "same_texts": texts == texts_without,
     }
 
 
@@ -127,26 +128,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--prefixes", type=int, default=64)
     parser.add_argument("--requests", type=int, default=96)
-    parser.add_argument("--parts", type=words, default=_PARTS)
+    parser.add_argument("--parts", type=words, default=("restart", "shared"))
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="headrace-kv-"))
-    try:
-        with refusals():
-            is_begun = options.output is not None and options.output.exists()
-            before = json.loads(options.output.read_text()) if is_begun else {}
-            found: dict[str, Any] = {part: before[part] for part in _PARTS if part in before}
-            found["model"] = options.model
-            if "restart" in options.parts:
-                found["restart"] = restarted(options.model, folder, options.rounds, options.tokens)
-            for part, where in (("files", folder), ("without", None)):
-                if part in options.parts:
-                    found[part] = shared(options.model, where, options.prefixes, options.requests)
-        if "files" in found and "without" in found:
-            found["ratio"] = round(found["files"]["tokens_per_s"] / found["without"]["tokens_per_s"], 2)
-            found["same_texts"] = found["files"]["texts"] == found["without"]["texts"]
+    found = {"model": options.model}
+    with refusals(), tempfile.TemporaryDirectory(prefix="headrace-kv-", ignore_cleanup_errors=True) as folder:
+        if "restart" in options.parts:
+            found["restart"] = restarted(options.model, Path(folder), options.rounds, options.tokens)
+        if "shared" in options.parts:
+            found["shared"] = shared(options.model, Path(folder), options.prefixes, options.requests)
         write_report(found, options.output)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,8 @@
 """Encoders of images: images a second from pixels to hidden states, a SigLIP base tower of random weights, beside transformers and OpenVINO.
 
-    .venv/bin/python -m pip install --no-deps --target .venv/peers onnxruntime==1.31.1 openvino==2026.4.1 onnx==1.23.2 flatbuffers protobuf \\
-        ml_dtypes openvino-telemetry
-    .venv/bin/python -m pip install --no-deps --target .venv/nncf nncf==3.4.0 pydot==4.0.1 tabulate scikit-learn scipy joblib threadpoolctl \\
-        narwhals pyparsing
-    PYTHONPATH=.venv/peers:.venv/nncf .venv/bin/python -m bench.vision [--turns 9] [--images 1,8] [--output FILE]
+    PYTHONPATH=.venv/peers:.venv/nncf .venv/bin/python -m bench.vision [--turns 9] [--images 1,8] [--ours] [--output FILE]
 
-All run in this process on the same number of threads, in turns. Three comparisons, each of the fastest of ours with the fastest peer: fp32:
-transformers in torch, and OpenVINO told to compute in float32. 16 bit: OpenVINO as it chooses by itself. int8: OpenVINO with the model as nncf
-quantises it, or onnxruntime where that is not there. Prints JSON; medians over the turns, with their quartiles, and the mean cosine of each with
-transformers.
+bench/contest.py says how, and what the peers need.
 """
 
 import tempfile
@@ -18,43 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from bench.contest import (
     Call,
     Contestant,
-    best_ratios,
+    contest,
     contest_parser,
     export,
-    in_turns,
     openvino_peers,
     quantise_dynamically,
-    show,
-    spread,
     torch_threads,
     use_threads,
 )
-from bench.program import counts, write_report
+from bench.program import counts
 from headrace.checkpoint.media_config import MediaConfig, VisionConfig
 from headrace.layers.weight import Placement
 from headrace.models.media import MediaInput
 from headrace.models.towers import ClipVision
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "image_size": 224,
-    "patch_size": 16,
-}
-
 
 def reference() -> SiglipVisionModel:
-    """The tower in torch, float32, with weights of the size of trained ones."""
+    """The tower in torch, float32, with weights of the size of trained ones. The sizes are those of transformers' default."""
     torch.manual_seed(0)
-    config: Any = SiglipVisionConfig(vision_use_head=False, **{"attn_implementation": "sdpa", **SIZES})
+    config = SiglipVisionConfig(vision_use_head=False)
+    config._attn_implementation = "sdpa"
     return SiglipVisionModel(config).float().eval()
 
 
@@ -103,20 +84,23 @@ class Hidden(torch.nn.Module):
         return self.model(pixels).last_hidden_state
 
 
-def contestants(model: SiglipVisionModel, threads: int) -> dict[str, Contestant]:
+def ours(model: SiglipVisionModel) -> dict[str, Contestant]:
+    """By name."""
+    return {
+        "headrace float32": Contestant("fp32", headrace(model, torch.float32, "none")),
+        "headrace bfloat16": Contestant("16 bit", headrace(model, torch.bfloat16, "bfloat16")),
+        "headrace int8": Contestant("int8", headrace(model, torch.bfloat16, "int8")),
+        "headrace int8-fast": Contestant("int8", headrace(model, torch.bfloat16, "int8-fast")),
+    }
+
+
+def peers(model: SiglipVisionModel, threads: int) -> dict[str, Contestant]:
     """By name."""
 
     def transformers(pixels: torch.Tensor) -> torch.Tensor:
         with torch_threads(threads):
             return model(pixels).last_hidden_state
 
-    found = {
-        "headrace float32": Contestant("fp32", headrace(model, torch.float32, "none")),
-        "headrace bfloat16": Contestant("16 bit", headrace(model, torch.bfloat16, "bfloat16")),
-        "headrace int8": Contestant("int8", headrace(model, torch.bfloat16, "int8")),
-        "headrace int8-fast": Contestant("int8", headrace(model, torch.bfloat16, "int8-fast")),
-        "transformers float32": Contestant("fp32", transformers),
-    }
     with tempfile.TemporaryDirectory() as made:
         f32 = Path(made) / "f32.onnx"
         model.config._attn_implementation = "eager"
@@ -127,7 +111,8 @@ def contestants(model: SiglipVisionModel, threads: int) -> dict[str, Contestant]
             quantise_dynamically(f32, int8)
         generator = torch.Generator().manual_seed(1)
         samples = [[torch.randn(1, 3, 224, 224, generator=generator).numpy()] for _ in range(16)]
-        return found | openvino_peers(f32, int8, samples, threads)
+        found = openvino_peers(f32, int8, samples, threads)
+    return {"transformers float32": Contestant("fp32", transformers), **found}
 
 
 def main() -> None:
@@ -137,28 +122,15 @@ def main() -> None:
     args = parser.parse_args()
     use_threads(args.threads)
     model = reference()
-    made = contestants(model, args.threads)
-    encodes = {name: each.call for name, each in made.items()}
+    made = ours(model) | ({} if args.ours else peers(model, args.threads))
     checked = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         want = model(checked).last_hidden_state
-    cosines = {
-        name: float(torch.cosine_similarity(encode(checked), want, dim=-1).mean()) for name, encode in encodes.items()
-    }
-    results = []
-    for count in track(args.images, description="images"):
-        pixels = torch.randn(count, 3, 224, 224, generator=torch.Generator().manual_seed(count))
-        taken = in_turns(encodes, pixels, args.turns)
-        rates = {name: [count / seconds for seconds in found] for name, found in taken.items()}
-        ratio = best_ratios(made, rates, {kind: kind for kind in ("fp32", "16 bit", "int8")})
-        results.append({"images": count, "images_per_s": spread(rates, 2), "ratio": ratio})
-        show(results[-1])
-    about = {
-        name: {"class": each.kind, "cosine": round(cosines[name], 6), "remark": each.remark}
-        for name, each in made.items()
-    }
-    found = {"threads": args.threads, "turns": args.turns, "contestants": about, "results": results}
-    write_report({"model": "SigLIP base, 224 pixels, patches of 16, random weights", **found}, args.output)
+    generator = torch.Generator().manual_seed(1)
+    sizes = {str(count): (count, torch.randn(count, 3, 224, 224, generator=generator)) for count in args.images}
+    kinds = {kind: kind for kind in ("fp32", "16 bit", "int8")}
+    name = "SigLIP base, 224 pixels, patches of 16, random weights"
+    contest(name, made, (checked, want), sizes, "images", kinds, args)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from bench.program import parser_of, refusals, write_report
-from bench.servers import own_server
+from bench.servers import greedy, own_server, posted
 
 TOKENS_IN, TOKENS_OUT = 128, 256
 
@@ -27,18 +27,14 @@ class Load:
     """Clients of a server. vocabulary: token ids are below it."""
 
     def __init__(self, url: str, num_streams: int, vocabulary: int) -> None:
-        self.client = httpx.Client(base_url=url, timeout=600, limits=httpx.Limits(max_connections=num_streams + 4))
-        self.num_streams, self.vocabulary = num_streams, vocabulary
+        self.url, self.num_streams, self.vocabulary = url, num_streams, vocabulary
         self._numbers = itertools.count()
 
     def ask(self, num_in: int, num_out: int) -> dict[str, Any]:
         """The meta_info of a new prompt's greedy reply."""
         source = random.Random(next(self._numbers))
-        body = {
-            "input_ids": [source.randrange(self.vocabulary // 40, self.vocabulary) for _ in range(num_in)],
-            "sampling_params": {"temperature": 0, "max_new_tokens": num_out, "ignore_eos": True},
-        }
-        return dict(self.client.post("/generate", json=body).raise_for_status().json()["meta_info"])
+        ids = [source.randrange(self.vocabulary // 40, self.vocabulary) for _ in range(num_in)]
+        return dict(greedy(self.url, ids, num_out)["meta_info"])
 
     def prefill_rate(self) -> float:
         """Tokens per second of prompts as long as requests are on average, as many at a time as there are streams."""
@@ -49,7 +45,7 @@ class Load:
         return self.num_streams * length / (time.perf_counter() - begin)
 
     def num_made(self) -> int:
-        return int(self.client.get("/internal_state").json()["generation_tokens"])
+        return int(httpx.get(f"{self.url}/internal_state").json()["generation_tokens"])
 
     def window(self, seconds: float, every_s: float, models: list[str]) -> dict[str, Any]:
         """Throughput over `seconds`, after the first tokens of all streams. models: to update to, by turns; none = no updates."""
@@ -75,7 +71,7 @@ class Load:
             time.sleep(max(0.0, at_s - time.monotonic()))
             sent_s = time.monotonic()
             body = {"model_path": models[number % len(models)], "weight_version": f"{begin_s}-{number}"}
-            self.client.post("/update_weights_from_disk", json=body).raise_for_status()
+            posted(f"{self.url}/update_weights_from_disk", body)
             took_s.append(time.monotonic() - sent_s)
         time.sleep(max(0.0, begin_s + seconds - time.monotonic()))
         made, lasted_s = self.num_made() - made, time.monotonic() - begin_s
