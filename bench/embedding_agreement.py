@@ -9,7 +9,6 @@ how many vectors have other bits alone, or in a batch of 64, than among all.
 
 import re
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -30,20 +29,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 NEAREST = 10
 COMPANY = 64
-
-
-@dataclass(frozen=True)
-class Found:
-    """Of one precision. top1, top10: texts whose nearest, and whose ten nearest in order, are those of transformers."""
-
-    precision: str
-    texts: int
-    least_cosine: float
-    mean_cosine: float
-    top1: int
-    top10: int
-    other_bits_alone: int
-    other_bits_in_batches: int
 
 
 def sentences(count: int) -> list[str]:
@@ -73,8 +58,8 @@ def nearest(vectors: torch.Tensor) -> torch.Tensor:
     return similar.fill_diagonal_(-2).topk(NEAREST, dim=1).indices
 
 
-def measure(model: str, precision: str, texts: list[str], reference: torch.Tensor) -> Found:
-    """Start an engine and compare."""
+def measure(model: str, precision: str, texts: list[str], reference: torch.Tensor) -> dict[str, Any]:
+    """Start an engine and compare. top1, top10: texts whose nearest, and whose ten nearest in order, are those of transformers."""
     with Engine(model_path=model, log_level="error", **PRECISIONS[precision]) as engine:
 
         def embed(part: list[str]) -> list[list[float]]:
@@ -86,16 +71,16 @@ def measure(model: str, precision: str, texts: list[str], reference: torch.Tenso
     vectors = torch.tensor(together)
     cosines = torch.nn.functional.cosine_similarity(vectors.double(), reference.double())
     ours, theirs = nearest(vectors), nearest(reference)
-    return Found(
-        precision,
-        len(texts),
-        cosines.min().item(),
-        cosines.mean().item(),
-        int((ours[:, 0] == theirs[:, 0]).sum()),
-        int((ours == theirs).all(dim=1).sum()),
-        sum(a != b for a, b in zip(alone, together, strict=False)),
-        sum(a != b for a, b in zip(batches, together, strict=True)),
-    )
+    return {
+        "precision": precision,
+        "texts": len(texts),
+        "least_cosine": cosines.min().item(),
+        "mean_cosine": cosines.mean().item(),
+        "top1": int((ours[:, 0] == theirs[:, 0]).sum()),
+        "top10": int((ours == theirs).all(dim=1).sum()),
+        "other_bits_alone": sum(a != b for a, b in zip(alone, together, strict=False)),
+        "other_bits_in_batches": sum(a != b for a, b in zip(batches, together, strict=True)),
+    }
 
 
 def main() -> None:
@@ -108,7 +93,7 @@ def main() -> None:
     reference = by_transformers(resolve_model(options.model), texts)
     found = []
     for precision in PRECISIONS:
-        found.append(asdict(measure(options.model, precision, texts, reference)))
+        found.append(measure(options.model, precision, texts, reference))
         print(found[-1], file=sys.stderr)
     write_report({"model": options.model, "found": found}, options.output)
 

@@ -33,30 +33,12 @@ IMAGE_TOKENS = 196
 def write_model(folder: Path) -> None:
     """A checkpoint without weights."""
     ids = make_tiny_vlm.tokenizer("llava")
-    text = transformers.LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        eos_token_id=ids.eos_token_id,
-        bos_token_id=None,
-    )
-    vision = transformers.SiglipVisionConfig(
-        hidden_size=768,
-        intermediate_size=3072,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        image_size=224,
-        patch_size=16,
-        vision_use_head=False,
+    text = transformers.LlamaConfig.from_pretrained(
+        Path(__file__).parent / "configs" / "smollm2-135m", eos_token_id=ids.eos_token_id, bos_token_id=None
     )
     config = transformers.LlavaConfig(
         text_config=text,
-        vision_config=vision,
+        vision_config=transformers.SiglipVisionConfig(vision_use_head=False),  # by default as SigLIP base
         image_token_index=ids.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
@@ -132,9 +114,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         write_model(Path(made))
         options: dict[str, Any] = {} if args.max_step_ms is None else {"max_step_ms": args.max_step_ms}
-        with Engine(
-            model_path=made, load_format="dummy", log_level="error", max_total_tokens=32768, **options
-        ) as engine:
+        options |= {"load_format": "dummy", "log_level": "error", "max_total_tokens": 32768}
+        with Engine(model_path=made, **options) as engine:
             for number in range(-1, args.turns):  # the first turn warms up
                 for kind in kinds:
                     found = asyncio.run(turn(engine, kind, number + 2, args.streams))

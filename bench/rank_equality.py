@@ -7,15 +7,16 @@ texts are the same, and how far the logprobs of the chosen tokens are from those
 config alone gets random weights and SmolLM2's tokenizer.
 """
 
-from dataclasses import asdict, dataclass
-from itertools import product, takewhile
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rich.progress import track
 
-from bench.program import parser_of, write_report
+from bench.program import parser_of, words, write_report
 from headrace import Engine
+from headrace.benchmark.agreement import common_length
 from headrace.checkpoint.names import resolve_model
 
 BEGINNINGS = (
@@ -30,18 +31,7 @@ BEGINNINGS = (
     "It is often said that {}",
     "The history of {} begins",
 )
-SUBJECTS = (
-    "France",
-    "the sea",
-    "Japan",
-    "a small lighthouse",
-    "the railway",
-    "Brazil",
-    "mathematics",
-    "the moon",
-    "bread",
-    "Kenya",
-)
+SUBJECTS = words("France, the sea, Japan, a small lighthouse, the railway, Brazil, mathematics, the moon, bread, Kenya")
 PROMPTS = [beginning.format(subject) for beginning, subject in product(BEGINNINGS, SUBJECTS)]
 
 DENSE: dict[str, dict[str, Any]] = {
@@ -66,20 +56,6 @@ class Answer:
     logprobs: list[float]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Of one way with one process. differences: of logprobs, of all tokens before the first that differs in its prompt."""
-
-    model: str
-    way: str
-    prompts: int
-    equal_texts: int
-    logprobs: int
-    largest_difference: float
-    differences_above_1e_4: int
-    differences_above_2e_3: int
-
-
 def answers(model: str, num_tokens: int, options: dict[str, Any]) -> list[Answer]:
     """Of all prompts, by a new engine."""
     with Engine(model_path=model, dtype="float32", log_level="error", max_total_tokens=16384, **options) as engine:
@@ -94,32 +70,30 @@ def answers(model: str, num_tokens: int, options: dict[str, Any]) -> list[Answer
     ]
 
 
-def compare(model: str, way: str, one: list[Answer], several: list[Answer]) -> Comparison:
-    """Prompt by prompt."""
+def compare(one: list[Answer], several: list[Answer]) -> dict[str, Any]:
+    """Prompt by prompt. Differences are those of logprobs, of all tokens before the first that differs in its prompt."""
     differences: list[float] = []
     for a, b in zip(one, several, strict=True):
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a.ids, b.ids, strict=True)))
+        same = common_length(a.ids, b.ids)
         differences += [abs(x - y) for x, y in zip(a.logprobs[:same], b.logprobs[:same], strict=True)]
-    return Comparison(
-        model,
-        way,
-        len(one),
-        sum(a.text == b.text and a.ids == b.ids for a, b in zip(one, several, strict=True)),
-        len(differences),
-        max(differences),
-        sum(difference > 1e-4 for difference in differences),
-        sum(difference > 2e-3 for difference in differences),
-    )
+    return {
+        "prompts": len(one),
+        "equal_texts": sum(a.text == b.text and a.ids == b.ids for a, b in zip(one, several, strict=True)),
+        "logprobs": len(differences),
+        "largest_difference": max(differences),
+        "differences_above_1e_4": sum(difference > 1e-4 for difference in differences),
+        "differences_above_2e_3": sum(difference > 2e-3 for difference in differences),
+    }
 
 
 def main() -> None:
     """See the module docstring."""
     parser = parser_of(__doc__)
-    parser.add_argument("--models", default="smollm2,bench/configs/qwen3-moe-100m")
+    parser.add_argument("--models", type=words, default="smollm2,bench/configs/qwen3-moe-100m")
     parser.add_argument("--num-tokens", type=int, default=16)
     args = parser.parse_args()
     found = []
-    for model in args.models.split(","):
+    for model in args.models:
         path = resolve_model(model)
         options: dict[str, Any] = {}
         if not list(path.glob("*.safetensors")):
@@ -127,7 +101,8 @@ def main() -> None:
         ways = MIXTURE if "moe" in Path(model).name else DENSE
         one = answers(model, args.num_tokens, options)
         for way, ranks in track(ways.items(), description=model):
-            found.append(asdict(compare(model, way, one, answers(model, args.num_tokens, options | ranks))))
+            several = answers(model, args.num_tokens, options | ranks)
+            found.append({"model": model, "way": way, **compare(one, several)})
     write_report({"prompts": len(PROMPTS), "num_tokens": args.num_tokens, "comparisons": found}, args.output)
 
 

@@ -13,12 +13,10 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
-from rich.progress import Progress
+from rich.progress import track
 
 from bench.program import parser_of, write_report
 from headrace import Engine
@@ -37,20 +35,6 @@ WAYS: dict[str, dict[str, Any]] = {
 _COMPARED = ("output_token_logprobs", "output_top_logprobs", "finish_reason", "completion_tokens")
 
 
-@dataclass(frozen=True)
-class Found:
-    """Of one way. retractions: of the requests whose tokens were guessed."""
-
-    way: str
-    prompts: int
-    equal: int
-    output_tokens: int
-    guessed_tokens: int
-    right_tokens: int
-    retractions: int = 0
-    restarts: int = 0
-
-
 def prompts(count: int) -> list[str]:
     """As many of each kind of task."""
     rng = random.Random(1234)
@@ -65,23 +49,23 @@ def answers(engine: Engine, texts: Sequence[str], way: str, num_tokens: int) -> 
     return engine.generate(list(texts), sampling, **logprobs)
 
 
-def compare(way: str, plain: list[Output], guessed: list[Output], restarts: int = 0) -> Found:
+def compare(way: str, plain: list[Output], guessed: list[Output], restarts: int = 0) -> dict[str, Any]:
     """Answer by answer."""
 
     def of(output: Output) -> list[Any]:
         return [output["text"], output["output_ids"], *(output["meta_info"].get(name) for name in _COMPARED)]
 
     metas = [output["meta_info"] for output in guessed]
-    return Found(
-        way,
-        len(plain),
-        sum(of(a) == of(b) for a, b in zip(plain, guessed, strict=True)),
-        sum(meta["completion_tokens"] for meta in metas),
-        sum(meta["spec_draft_token_num"] for meta in metas),
-        sum(meta["spec_accept_token_num"] for meta in metas),
-        sum(meta["num_retractions"] for meta in metas),
-        restarts,
-    )
+    return {
+        "way": way,
+        "prompts": len(plain),
+        "equal": sum(of(a) == of(b) for a, b in zip(plain, guessed, strict=True)),
+        "output_tokens": sum(meta["completion_tokens"] for meta in metas),
+        "guessed_tokens": sum(meta["spec_draft_token_num"] for meta in metas),
+        "right_tokens": sum(meta["spec_accept_token_num"] for meta in metas),
+        "retractions": sum(meta["num_retractions"] for meta in metas),
+        "restarts": restarts,
+    }
 
 
 def with_a_killed_scheduler(engine: Engine, texts: Sequence[str], num_tokens: int) -> tuple[list[Output], int]:
@@ -106,37 +90,27 @@ def main() -> None:
     parser.add_argument("--algorithm", default="auto")
     parser.add_argument("--num-prompts", type=int, default=500)
     parser.add_argument("--num-tokens", type=int, default=24)
-    parser.add_argument("--only-killed", action="store_true", help="only greedy, and with a scheduler that is killed")
     args = parser.parse_args()
     texts, num_tokens = prompts(args.num_prompts), args.num_tokens
-    options: dict[str, Any] = {
+    plainly: dict[str, Any] = {
         "model_path": args.model,
         "quantization": "int8",
         "max_running_requests": 4,
+        "max_total_tokens": 262144,
         "log_level": "error",
     }
-    guessing = {"speculative_algorithm": args.algorithm}
+    guessing = plainly | {"speculative_algorithm": args.algorithm}
+    plain: dict[str, list[Output]] = {}
     found = []
-    with Progress() as progress:
-        bar = progress.add_task("ways", total=2 if args.only_killed else len(WAYS) + 2)
-        with ExitStack() as engines:
-            plain_engine, guessing_engine = (
-                engines.enter_context(Engine(max_total_tokens=262144, **options, **more)) for more in ({}, guessing)
-            )
-            greedy: list[Output] = []
-            for way in ["greedy"] if args.only_killed else WAYS:
-                plain = answers(plain_engine, texts, way, num_tokens)
-                greedy = greedy or plain
-                found.append(compare(way, plain, answers(guessing_engine, texts, way, num_tokens)))
-                progress.advance(bar)
-        if not args.only_killed:
-            with Engine(max_total_tokens=1024, **options, **guessing) as engine:
-                found.append(compare("a small KV cache", greedy, answers(engine, texts, "greedy", num_tokens)))
-                progress.advance(bar)
-        with Engine(max_total_tokens=262144, single_process=False, **options, **guessing) as engine:
-            outputs, restarts = with_a_killed_scheduler(engine, texts, num_tokens)
-            found.append(compare("a scheduler that is killed", greedy, outputs, restarts))
-            progress.advance(bar)
+    with Engine(**plainly) as one, Engine(**guessing) as other:
+        for way in track(WAYS, description="ways"):
+            plain[way] = answers(one, texts, way, num_tokens)
+            found.append(compare(way, plain[way], answers(other, texts, way, num_tokens)))
+    with Engine(**guessing | {"max_total_tokens": 1024}) as engine:
+        found.append(compare("a small KV cache", plain["greedy"], answers(engine, texts, "greedy", num_tokens)))
+    with Engine(single_process=False, **guessing) as engine:
+        outputs, restarts = with_a_killed_scheduler(engine, texts, num_tokens)
+        found.append(compare("a scheduler that is killed", plain["greedy"], outputs, restarts))
     write_report(
         {
             "model": args.model,
@@ -144,7 +118,7 @@ def main() -> None:
             "algorithm": args.algorithm,
             "prompts": len(texts),
             "num_tokens": num_tokens,
-            "comparisons": [asdict(one) for one in found],
+            "comparisons": found,
         },
         args.output,
     )
