@@ -27,19 +27,16 @@ from typing import Any
 
 import jsonschema_rs
 import llguidance
-import numpy as np
 
-from bench.program import parser_of, report_of, write_report
+from bench.program import parser_of, write_report
 from headrace.benchmark.figures import percentile
-from headrace.benchmark.results import write_json
 from headrace.checkpoint.names import resolve_model
 from headrace.errors import RequestError
-from headrace.grammar import vocabulary as grammar_vocabulary
 from headrace.grammar.compile_child import probe
 from headrace.grammar.matcher import LibraryError, MatcherTokens, Template
 from headrace.grammar.schema_walk import subschemas
 from headrace.grammar.source import explain, library_text
-from headrace.grammar.vocabulary import parser_limits
+from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages.grammar import GrammarSpec
 from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
@@ -49,25 +46,6 @@ MADE_UP = ("Handwritten", "Synthesized")
 SLOW_S = 0.5
 MAX_ATTEMPTS = 20_000
 """Of finding an order of properties: pieces of text that are tried."""
-
-
-class Vocabulary:
-    """What the library wants to know of a tokenizer."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.eos_token_id = tokenizer.eos_ids[0]
-        self.special_token_ids = sorted(tokenizer.special_ids)
-        self.tokens = [
-            str(tokenizer.id_to_token(i)).encode() if i in tokenizer.special_ids else tokenizer.token_bytes(i)
-            for i in range(tokenizer.vocab_size)
-        ]
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode(text.decode() if isinstance(text, bytes) else text, add_special_tokens=False)
 
 
 @dataclass(slots=True)
@@ -101,13 +79,9 @@ class Bench:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        vocabulary: Any = Vocabulary(tokenizer)
-        self._library = llguidance.LLTokenizer(vocabulary, slices=llguidance.LLTokenizer.json_slices())
-        self._limits = parser_limits(self._library.vocab_size)
-        self._words = np.zeros(-(-self._library.vocab_size // 32), np.int32)
-        self._tokens = MatcherTokens(
-            grammar_vocabulary.Vocabulary.of(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
-        )
+        vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+        self._tokens = MatcherTokens(vocabulary, partial(tokenizer.encode, add_special_tokens=False))
+        self._words = self._tokens.empty_mask()
         self.times = Times()
 
     def compile(self, schema: Any) -> llguidance.LLMatcher:
@@ -115,7 +89,7 @@ class Bench:
         spec = GrammarSpec("json_schema", json.dumps(schema), "json_schema")
         begin = time.perf_counter()
         text = library_text(spec)
-        matcher = llguidance.LLMatcher(self._library, text, log_level=0, limits=self._limits)
+        matcher = llguidance.LLMatcher(self._tokens.library, text, log_level=0, limits=self._tokens.limits)
         built = time.perf_counter()
         if not matcher.is_error():
             self._fill(matcher)
@@ -364,11 +338,7 @@ def main() -> None:
         "refusals": dict(refusals.most_common(40)),
         "groups": {name: asdict(group) for name, group in sorted(groups.items())},
     }
-    if options.output is None:
-        write_report(found, None)
-        return
-    write_json(options.output, report_of("maskbench", found))
-    print(json.dumps({name: found[name] for name in ("total", "milliseconds")}, indent=1))
+    write_report(found, options.output)
 
 
 if __name__ == "__main__":
