@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -56,28 +57,8 @@ $+<=>^~|`|a|!!!???|...|--|-->|==|!=|/* */|//|\\\\n|#include <x>|@user #tag|(a)[b
 <s>|</s>|<unk>|<pad>|<tool>|<|endoftext|>|<|im_start|>|<|im_end|>|<0x0A>|▁|▁▁the|[PAD]|[CLS]
 <sentinel:12>|IMGIMGABCZ|Ġthe|Ċ"""
 SPACES = (
-    "",
-    "",
-    " ",
-    " ",
-    "  ",
-    "   ",
-    "\n",
-    "\n\n",
-    " \n",
-    "\n  ",
-    "\t",
-    "\r\n",
-    "\r\n\r\n",
-    " \t ",
-    "        ",
-    "\n\n\n\n",
-    " ",
-    "\u3000",
-    " " * 17,
-    "/\n",
-    "/",
-    "'",
+    *("", "", " ", " ", "  ", "   ", "\n", "\n\n", " \n", "\n  ", "\t", "\r\n", "\r\n\r\n", " \t ", " " * 8, "\n" * 4),
+    *(" ", "\u3000", " " * 17, "/\n", "/", "'"),
 )
 CODE = (
     "class Cache(dict[str, int]):\n    def __missing__(self, key: str) -> int:\n        return self.setdefault(key, len(self) ** 2)  # it's\n",
@@ -103,15 +84,8 @@ def texts(naughty: Sequence[str]) -> list[str]:
     draw = random.Random(41)
     words = [word for line in WORDS.split("\n") for word in line.split("|") if word] + ["<|", "|>", "|"]
     lines = [line for code in CODE for line in code.splitlines(keepends=True)]
-    found = [
-        "",
-        " ",
-        "\n",
-        *naughty,
-        *words,
-        *CODE,
-        *(char * count for char in " \n\t0a'\u3000=" for count in (2, 3, 5, 8, 16, 33, 300)),
-    ]
+    runs = (char * count for char in " \n\t0a'\u3000=" for count in (2, 3, 5, 8, 16, 33, 300))
+    found = ["", " ", "\n", *naughty, *words, *CODE, *runs]
     while len(found) < COUNT:
         kind = draw.randrange(8)
         if kind == 0:
@@ -199,15 +173,8 @@ class LlamaCpp:
         done = subprocess.run([self.program, file], input=given, capture_output=True, check=False)
         if done.returncode:
             raise ModelError(f"llama.cpp on {file.name}: {done.stderr.decode(errors='replace')[-600:]}")
-        numbers = struct.unpack(f"<{len(done.stdout) // 4}i", done.stdout)
-
-        def rows() -> Iterator[list[int]]:
-            at = 0
-            while at < len(numbers):
-                yield list(numbers[at + 1 : at + 1 + numbers[at]])
-                at += 1 + numbers[at]
-
-        return list(rows())
+        numbers = iter(struct.unpack(f"<{len(done.stdout) // 4}i", done.stdout))
+        return [list(islice(numbers, count)) for count in numbers]
 
 
 def trained(texts: Sequence[str], characters: bool) -> tuple[list[str], list[str]]:
@@ -222,12 +189,10 @@ def trained(texts: Sequence[str], characters: bool) -> tuple[list[str], list[str
         alphabet = []
     else:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=TRAINED_TOKENS, initial_alphabet=alphabet, show_progress=False, max_token_length=24
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=TRAINED_TOKENS, initial_alphabet=alphabet, show_progress=False, max_token_length=24
     )
+    backend.train_from_iterator(texts, trainer)
     model = json.loads(backend.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     if characters:
@@ -298,8 +263,7 @@ def compare(file: Path, kind: str, peer: LlamaCpp, chosen: Sequence[str]) -> dic
     except ModelError as error:
         return {"refused": str(error)}
     why, may_part = APART.get(kind, ("", lambda text: False))
-    known = 0
-    different: list[str] = []
+    known, different = 0, list[str]()
     # llama.cpp makes a special token of it, whatever its type.
     end = "</s>" if ours.token_to_id("</s>") is not None and "</s>" not in ours.special_tokens else None
     for flags in (ADD, ADD | PARSE):
@@ -312,12 +276,8 @@ def compare(file: Path, kind: str, peer: LlamaCpp, chosen: Sequence[str]) -> dic
             else:
                 different.append(text)
     apart = {"known_to_part": known, "because": why} if known else {}
-    return {
-        "texts": len(chosen),
-        **apart,
-        "different": len(different),
-        "examples": [text[:200] for text in different[:3]],
-    }
+    examples = [text[:200] for text in different[:3]]
+    return {"texts": len(chosen), **apart, "different": len(different), "examples": examples}
 
 
 def main() -> None:
@@ -344,11 +304,9 @@ def main() -> None:
         files = sorted(options.vocabularies.glob("ggml-vocab-*.gguf")) if options.vocabularies else []
         for file in track(files, description="vocabularies"):
             read = GgufFile(file).get
-            kind = (
-                read("tokenizer.ggml.pre", "")
-                if read("tokenizer.ggml.model") == "gpt2"
-                else read("tokenizer.ggml.model")
-            )
+            kind = read("tokenizer.ggml.model")
+            if kind == "gpt2":
+                kind = read("tokenizer.ggml.pre", "")
             rows.append({"file": file.name} | compare(file, kind, peer, chosen))
     write_report({"rows": rows}, options.output)
     if any(row.get("different") for row in rows):

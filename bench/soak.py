@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 import aiohttp
@@ -50,6 +51,7 @@ MAX_RESTARTS = 1_000_000
 REQUEST_TIMEOUT_S = 120.0
 MB = 1 << 20
 MAX_PROBLEMS = 50
+NO_ROOM = (429, 503)
 _WORDS = words("river, stone, light, winter, engine, paper, garden, signal, orange, window, thunder, market")
 _BAD: tuple[dict[str, Any], ...] = (
     {"messages": []},
@@ -91,6 +93,10 @@ class Soak:
             self.problems.append(problem)
 
 
+class NoRoom(Exception):
+    """The server has turned a request away, which is no fault."""
+
+
 class Client:
     """One client with a conversation that grows until MAX_TURNS, then begins anew."""
 
@@ -104,32 +110,40 @@ class Client:
     async def act(self) -> None:
         """One request of a kind drawn from the mix."""
         kind = self._rng.choices([name for name, _ in self._kinds], [weight for _, weight in self._kinds])[0]
+        act = {
+            "chat": self._chat,
+            "completion": self._completion,
+            "disconnect": self._disconnect,
+            "bad": self._bad,
+            "samples": self._samples,
+            "pin": self._pin,
+        }[kind]
         try:
-            shed = await {
-                "chat": self._chat,
-                "completion": self._completion,
-                "disconnect": self._disconnect,
-                "bad": self._bad,
-                "samples": self._samples,
-                "pin": self._pin,
-            }[kind]()
+            await act()
+        except NoRoom:
+            kind = "shed"
         except (aiohttp.ClientError, TimeoutError) as error:
             self._soak.check(False, f"{kind}: {type(error).__name__}")
             return
-        self._soak.counts["shed" if shed else kind] += 1
+        self._soak.counts[kind] += 1
 
     def _text(self, num_words: int) -> str:
         return " ".join(self._rng.choices(_WORDS, k=num_words))
 
-    def _refused(self, kind: str, status: int, num_samples: int = 1) -> bool:
-        """Whether there was no room, which is no fault; any other refusal is noted."""
-        if status in (429, 503):
-            return True
+    def _is_taken(self, kind: str, status: int, num_samples: int = 1) -> bool:
+        """Whether the server has taken a request; a refusal is noted. Raises NoRoom."""
+        if status in NO_ROOM:
+            raise NoRoom
         self._soak.num_accepted += num_samples
         self._soak.check(status == 200, f"{kind}: status {status}")
-        return False
+        return status == 200
 
-    async def _chat(self) -> bool:
+    async def _answer(self, kind: str, path: str, body: dict[str, Any], num_samples: int = 1) -> Any:
+        """None if the request is refused."""
+        async with self._session.post(path, json=body) as reply:
+            return await reply.json() if self._is_taken(kind, reply.status, num_samples) else None
+
+    async def _chat(self) -> None:
         if len(self._messages) >= 2 * MAX_TURNS:
             self._messages = []
         self._messages.append({"role": "user", "content": self._text(self._rng.randint(2, 12))})
@@ -143,10 +157,10 @@ class Client:
         async with self._session.post("/v1/chat/completions", json=body) as reply:
             if reply.status == 400:  # the conversation has outgrown the context
                 self._messages = []
-                return False
-            if self._refused("chat", reply.status):
+                return
+            if reply.status in NO_ROOM:
                 await asyncio.sleep(min(5.0, float(reply.headers["retry-after"])))
-                return True
+            self._is_taken("chat", reply.status)
             parser = EventParser()
             async for piece in reply.content.iter_any():
                 for event in parser.feed(piece):
@@ -161,64 +175,45 @@ class Client:
                         self._soak.num_tokens += bool(choice["delta"].get("content"))
         self._soak.check((ends, done) == (1, 1), f"chat: {ends} finish reasons and {done} [DONE]")
         self._messages.append({"role": "assistant", "content": text})
-        return False
 
-    async def _completion(self) -> bool:
-        body = {
-            "model": self._model,
-            "prompt": self._text(self._rng.randint(5, 60)),
-            "max_tokens": self._rng.randint(1, 24),
-        }
-        async with self._session.post("/v1/completions", json=body) as reply:
-            if self._refused("completion", reply.status):
-                return True
-            answer = await reply.json()
-        if reply.status == 200:
-            self._soak.check(
-                answer["choices"][0]["finish_reason"] in ("stop", "length"), "completion: no finish reason"
-            )
+    async def _completion(self) -> None:
+        prompt = self._text(self._rng.randint(5, 60))
+        body = {"model": self._model, "prompt": prompt, "max_tokens": self._rng.randint(1, 24)}
+        if answer := await self._answer("completion", "/v1/completions", body):
+            is_finished = answer["choices"][0]["finish_reason"] in ("stop", "length")
+            self._soak.check(is_finished, "completion: no finish reason")
             self._soak.num_tokens += answer["usage"]["completion_tokens"]
-        return False
 
-    async def _samples(self) -> bool:
+    async def _samples(self) -> None:
         params = {"max_new_tokens": 8, "n": 2, "temperature": 0.8}
         body = {"text": self._text(20), "sampling_params": params, "return_logprob": True}
-        async with self._session.post("/generate", json=body) as reply:
-            if self._refused("samples", reply.status, 2):
-                return True
-            answers = await reply.json()
-        if reply.status == 200:
+        if answers := await self._answer("samples", "/generate", body, num_samples=2):
             self._soak.check(len(answers) == 2, f"answers to a request for two samples: {len(answers)}")
             self._soak.num_tokens += sum(each["meta_info"]["completion_tokens"] for each in answers)
-        return False
 
-    async def _disconnect(self) -> bool:
+    async def _disconnect(self) -> None:
         body = {"text": self._text(40), "stream": True, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
         reply = await self._session.post("/generate", json=body)
         try:
-            if self._refused("disconnect", reply.status):
-                return True
+            self._is_taken("disconnect", reply.status)
             for _ in range(self._rng.randint(0, 4)):
                 await reply.content.readany()
         finally:
             reply.close()  # the connection, not only the reply
-        return False
 
-    async def _pin(self) -> bool:
+    async def _pin(self) -> None:
         self._soak.num_pins += 1
         body = {"prompt": self._text(self._rng.randint(10, 120)), "ttl": self._rng.randint(1, PIN_S)}
         async with self._session.post("/v1/cache/pin", json=body) as reply:
-            self._soak.check(
-                reply.status in (200, 400, 429, 503), f"pin: status {reply.status}"
-            )  # 400: larger than the share
-            return reply.status != 200
+            is_known = reply.status in (200, 400, *NO_ROOM)  # 400: larger than the share
+            self._soak.check(is_known, f"pin: status {reply.status}")
+            if reply.status != 200:
+                raise NoRoom
 
-    async def _bad(self) -> bool:
-        async with self._session.post(
-            "/v1/chat/completions", json={"model": self._model, **self._rng.choice(_BAD)}
-        ) as reply:
+    async def _bad(self) -> None:
+        body = {"model": self._model, **self._rng.choice(_BAD)}
+        async with self._session.post("/v1/chat/completions", json=body) as reply:
             self._soak.check(reply.status == 400, f"bad: status {reply.status}")
-        return False
 
 
 async def soak(options: argparse.Namespace) -> dict[str, Any]:
@@ -239,9 +234,8 @@ async def soak(options: argparse.Namespace) -> dict[str, Any]:
             begin_s = time.monotonic()
             end_s = begin_s + 60 * options.minutes
             rng = random.Random(options.seed)
-            clients = [
-                Client(run, session, name, random.Random(rng.random()), options.pins) for _ in range(options.clients)
-            ]
+            sources = [random.Random(rng.random()) for _ in range(options.clients)]
+            clients = [Client(run, session, name, source, options.pins) for source in sources]
             helpers = [_watch(run, runtime.pid, begin_s, end_s)]
             if options.kill_every_s:
                 helpers.append(_kill(run, session, runtime.pid, options.kill_every_s, end_s))
@@ -353,10 +347,8 @@ async def _num_ended(session: aiohttp.ClientSession) -> int:
 
 async def _canary(session: aiohttp.ClientSession) -> object:
     """The ids of one greedy request."""
-    body = {
-        "text": "The canary sings: ",
-        "sampling_params": {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True},
-    }
+    sampling = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
+    body = {"text": "The canary sings: ", "sampling_params": sampling}
     async with session.post("/generate", json=body) as reply:
         if reply.status != 200:
             raise ExecutionError(f"the server does not answer: {reply.status}")
@@ -373,10 +365,8 @@ def slope_per_hour(samples: list[Sample]) -> float:
     kept = samples[int(len(samples) * WARM_UP_SHARE) :]
     if len(kept) < 3:
         return 0.0
-    mean_s = sum(each.at_s for each in kept) / len(kept)
-    mean_bytes = sum(each.rss_bytes for each in kept) / len(kept)
-    spread = sum((each.at_s - mean_s) ** 2 for each in kept)
-    return 3600 * sum((each.at_s - mean_s) * (each.rss_bytes - mean_bytes) for each in kept) / spread
+    line = linear_regression([each.at_s for each in kept], [each.rss_bytes for each in kept])
+    return 3600 * line.slope
 
 
 def first_and_last(samples: list[Sample]) -> tuple[float, float]:
@@ -440,24 +430,24 @@ def print_report(report: dict[str, Any]) -> None:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options of scripts/soak; `server`: further options of the server, as ServerArgs has them."""
     parser = argparse.ArgumentParser(
-        "scripts/soak", description="A seeded mix of clients against a server, and its state after."
+        "scripts/soak", description="A mix of clients against a server, and its state after."
     )
     parser.add_argument(
-        "--minutes", type=float, default=1.0, help="length of the run (default 1; use hours for a real one)"
+        "--minutes", type=float, default=1.0, help="length of the run (default 1; a real one takes hours)"
     )
     parser.add_argument("--model", default="smollm2", help="as `headrace serve` takes it")
     parser.add_argument("--clients", type=int, default=12, help="number of concurrent clients (default 12)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--max-total-tokens", type=int, default=4096, help="size of the KV pool (default 4096, so that it gets full)"
+        "--max-total-tokens", type=int, default=4096, help="of the KV pool (default 4096: it gets full)"
     )
     parser.add_argument(
-        "--kill-every-s", type=float, default=0.0, help="kill -9 the scheduler every N seconds (default 0: never)"
+        "--kill-every-s", type=float, default=0.0, help="kill -9 the scheduler so often (default 0: never)"
     )
     parser.add_argument("--kv-cache-dir", help="keep KV in files of this folder, which is made")
     parser.add_argument("--pins", action="store_true", help="a tenth as many pins as other requests")
     parser.add_argument(
-        "--update-every-s", type=float, default=0.0, help="load the weights again every N seconds, without a drain"
+        "--update-every-s", type=float, default=0.0, help="load the weights again so often, with no drain"
     )
     parser.add_argument("--out", type=Path, help="folder for the JSON report, such as bench/results")
     options = parser.parse_args(argv)
