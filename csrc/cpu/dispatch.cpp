@@ -49,7 +49,7 @@
 namespace headrace {
 
 #if defined(__x86_64__)
-extern const bool kAskForWeights = (__builtin_cpu_init(), !__builtin_cpu_is("amd"));
+extern const bool kAskForWeights = (__builtin_cpu_init(), !__builtin_cpu_is("amdfam17h") && !__builtin_cpu_is("amdfam19h"));
 #else
 extern const bool kAskForWeights = true;
 #endif

@@ -17,8 +17,8 @@ constexpr int64_t kColumns = kPackedColumns;
 constexpr int64_t kGroup = kQuantGroup;
 
 // Where to prefetch while a tile computes: record g of the tile goes with address + g * record_step, and so on for the parts of it.
-// One tile over the weights asks for what it needs a little later, but not for one row on AMD's (kAskForWeights) in vectors of 256 bits. Several tiles over the same weights
-// ask for the next block instead, each for its share, so that memory works all the time.
+// One tile over the weights asks for what it needs a little later (one row in vectors of 256 bits only where kAskForWeights says so). Several tiles over
+// the same weights ask for the next block instead, each for its share, so that memory works all the time.
 struct Ahead {
   const uint8_t* address;
   int64_t record_step, line_step;  // bytes for a record, for a cache line of it
