@@ -1,11 +1,8 @@
 """How long ranks on one host take to sum their tensors: the shared-memory group, the one over TCP (here over the loopback), and gloo beside them.
 
     .venv/bin/python -m bench.collectives [--ranks 2] [--bytes 2304 524288] [--rounds 5] [--output FILE]
-    .venv/bin/python -m bench.collectives --logits 1 8 [--vocabulary 49152] [--rounds 5] [--output FILE]
 
 Each rank is a process with one thread. They sum again and again, so all come at nearly the same time, as they do after equal shares of a layer.
-With --logits they gather rows of logits in place of sums, either all or two numbers a row and rank, which is all that greedy rows need; the
-numbers are found and compared as the model does it, and so is the largest of gathered rows. Bytes are those that a follower sends.
 A round measures all, one after the other; the result has the median of all calls of the leader, in microseconds, and the 10th and 90th percentile
 of them. Load: the system's one-minute load average before the ranks start. Prints JSON.
 """
@@ -26,13 +23,11 @@ import torch
 
 from bench.program import parser_of, write_report
 from headrace import kernels
-from headrace.distributed.base import Group, Shard
+from headrace.distributed.base import Group
 from headrace.distributed.network import Address, Member
 from headrace.distributed.network_follower import FollowerGroup
 from headrace.distributed.network_leader import LeaderGroup
 from headrace.distributed.one_host import SharedMemoryGroup
-from headrace.layers.embedding import VOCABULARY_UNIT
-from headrace.layers.logits import LogitsHead, Peaks, peaks_of
 
 dist: Any = torch.distributed
 LIMIT_S = 60.0
@@ -55,66 +50,6 @@ def time_calls(all_reduce: Callable[[torch.Tensor], object], num_bytes: int, cal
         if call >= WARM_UP_CALLS:
             times.append((time.perf_counter_ns() - begin) / 1e3)
     return times
-
-
-class GivenLogits:
-    """In place of an output projection: this rank's columns of logits that are already there."""
-
-    def __init__(self, num_outputs: int, own: torch.Tensor) -> None:
-        self.num_outputs = num_outputs
-        self._own = own
-
-    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """float32[rows, own columns]."""
-        return self._own
-
-
-def time_gathers(group: Group, rows: int, vocabulary: int, calls: int) -> dict[tuple[str, int], list[float]]:
-    """Microseconds until the leader knows the largest logit of each of `rows`, by what was gathered and the bytes that a follower sent."""
-    shard = Shard(group.rank, group.size, group)
-    part = shard.part(vocabulary, VOCABULARY_UNIT)
-    own = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(rows))[:, part].contiguous()
-    projection: Any = GivenLogits(vocabulary, own)
-    head, out, nothing = LogitsHead(projection, shard=shard), torch.empty(rows, vocabulary), torch.empty(rows, 0)
-
-    def all_logits() -> Peaks:
-        return peaks_of(head(nothing, out))
-
-    ways: dict[tuple[str, int], Callable[[], Peaks]] = {
-        ("all logits", own.nbytes): all_logits,
-        ("largest logits", rows * 8): lambda: head.peaks(nothing),
-    }
-    if group.rank == 0:
-        first, second = (way().ids.tolist() for way in ways.values())
-        assert first == second
-    else:
-        for way in ways.values():
-            way()
-    found = {}
-    for key, way in ways.items():
-        times = []
-        for _ in range(calls):
-            group.all_reduce(torch.zeros(1))  # so that followers do not run ahead
-            begin = time.perf_counter_ns()
-            way()
-            times.append((time.perf_counter_ns() - begin) / 1e3)
-        found[key] = times
-    return found
-
-
-def gather_logits(
-    group: SharedMemoryGroup, network: Group, rows: list[int], vocabulary: int, rounds: int
-) -> dict[tuple[str, int], list[float]]:
-    """What every rank does with --logits."""
-    torch.set_num_threads(1)
-    kernels.set_num_threads(1)
-    found: dict[tuple[str, int], list[float]] = {}
-    for _ in range(rounds):
-        for count in rows:
-            for name, used in (("shared_memory", group), ("network", network)):
-                for (what, num_bytes), times in time_gathers(used, count, vocabulary, 100).items():
-                    found.setdefault((f"{name}, {what}, {count} rows", num_bytes), []).extend(times)
-    return found
 
 
 def run(
@@ -159,27 +94,16 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--bytes", type=int, nargs="+", default=[2304, 524_288])
-    parser.add_argument(
-        "--logits", type=int, nargs="+", metavar="ROWS", help="gather logits of this many rows; no sums"
-    )
-    parser.add_argument("--vocabulary", type=int, default=49_152)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--follow", nargs=4, help=argparse.SUPPRESS
-    )  # rank, descriptor, port, file of the store: how a follower is started
+    # Rank, descriptor, port, file of the store: how a follower is started.
+    parser.add_argument("--follow", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
-
-    def measure(group: SharedMemoryGroup, network: Group, store: Path) -> dict[tuple[str, int], list[float]]:
-        if options.logits:
-            return gather_logits(group, network, options.logits, options.vocabulary, options.rounds)
-        return run(group, network, store, options.bytes, options.rounds)
-
     if options.follow is not None:
         rank, fd, port, store = options.follow
         group = SharedMemoryGroup.join(int(fd), int(rank), options.ranks, LIMIT_S)
         member = Member(int(rank), options.ranks, {})
         network = FollowerGroup.join(Address(HOST, int(port)), SECRET, member, LIMIT_S, LIMIT_S)
-        measure(group, network, Path(store))
+        run(group, network, Path(store), options.bytes, options.rounds)
         network.close()
         return
     load = os.getloadavg()[0]
@@ -188,26 +112,14 @@ def main() -> None:
         group = SharedMemoryGroup.join(fd, 0, options.ranks, LIMIT_S)
         leader = LeaderGroup.listen(Address(HOST, 0), SECRET, Member(0, options.ranks, {}), LIMIT_S)
         store = Path(folder, "store")
+        command = [sys.executable, "-m", "bench.collectives", *sys.argv[1:], "--follow"]
         followers = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "bench.collectives",
-                    *sys.argv[1:],
-                    "--follow",
-                    str(rank),
-                    str(fd),
-                    str(leader.port),
-                    str(store),
-                ],
-                pass_fds=[fd],
-            )
+            subprocess.Popen([*command, str(rank), str(fd), str(leader.port), str(store)], pass_fds=[fd])
             for rank in range(1, options.ranks)
         ]
         os.close(fd)
         leader.wait_for_ranks(LIMIT_S)
-        found = measure(group, leader, store)
+        found = run(group, leader, store, options.bytes, options.rounds)
         for follower in followers:
             assert follower.wait(LIMIT_S) == 0
         leader.close()
