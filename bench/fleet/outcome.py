@@ -2,7 +2,6 @@
 
 import statistics
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.benchmark.figures import Distribution, distribution
@@ -67,7 +66,7 @@ class Tally:
             output_throughput=_ratio(self.output_tokens, duration_s),
             busy_fraction=_ratio(mean_s, duration_s),
             busiest=_ratio(max(self.busy_s), mean_s),
-            busy_spread=_ratio(_deviation(self.busy_s, mean_s), mean_s),
+            busy_spread=_ratio(statistics.pstdev(self.busy_s, mean_s), mean_s),
             num_used=num_used,
             num_deaths=self.num_deaths,
             num_moved=self.num_moved,
@@ -75,10 +74,6 @@ class Tally:
             num_steps=self.num_steps,
             wall_s=wall_s,
         )
-
-
-def _deviation(values: Sequence[float], mean: float) -> float:
-    return statistics.pstdev(values, mean)
 
 
 def _ratio(part: float, whole: float) -> float:

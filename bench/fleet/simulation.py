@@ -11,11 +11,10 @@ import heapq
 import random
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import overload
 
 import msgspec
 
@@ -56,30 +55,20 @@ class _Sample:
         return array("i", [ANSWER_TOKEN]) * self.num_outputs
 
 
-class _Alive(Sequence[int]):
-    """The replicas that live; membership is quick for any number of them."""
+class _Alive(list[int]):
+    """The replicas that live, in order; membership is quick for any number of them."""
 
     def __init__(self, num_replicas: int) -> None:
-        self._list = list(range(num_replicas))
-        self._set = set(self._list)
-
-    def __len__(self) -> int:
-        return len(self._list)
+        super().__init__(range(num_replicas))
+        self._set = set(self)
 
     def __contains__(self, replica: object) -> bool:
         return replica in self._set
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        return self._list[index]
-
     def change(self, replica: int, lives: bool) -> None:
         """A replica has died or is back."""
         (self._set.add if lives else self._set.discard)(replica)
-        self._list = sorted(self._set)
+        self[:] = sorted(self._set)
 
 
 class Fleet:
@@ -151,7 +140,7 @@ class Fleet:
 
     def _send(self, sample: _Sample, now_s: float) -> None:
         """Give it to the replica that the balancer chooses, or hold it until one lives."""
-        if not len(self._alive):
+        if not self._alive:
             self._held.append(sample)
             return
         index = self._balancer.choose(sample.request, self._alive)
