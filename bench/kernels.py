@@ -6,7 +6,6 @@ more memory than the processor caches hold, as the layers of a model do; the sha
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from time import perf_counter
@@ -15,9 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from bench.program import counts, parser_of, refusals, report_of, words
+from bench.program import counts, parser_of, refusals, report_of, table_of, words
 from headrace import kernels
 from headrace.benchmark.figures import timing
 from headrace.benchmark.results import write_json
@@ -76,9 +74,8 @@ def run_kernels(options: KernelOptions, console: Console) -> dict[str, Any]:
     """Measure, print, write; the results document. Raises ConfigError for an unknown shape or op."""
     unknown = [name for name in options.shapes if name not in SHAPES]
     if unknown or not options.rows or options.repeat < 1:
-        raise ConfigError(
-            f"unknown shapes {unknown}: known are {', '.join(SHAPES)}; --rows and --repeat must not be empty"
-        )
+        known = ", ".join(SHAPES)
+        raise ConfigError(f"unknown shapes {unknown}: known are {known}; --rows and --repeat must not be empty")
     if options.num_threads is not None:
         kernels.set_num_threads(options.num_threads)
     before = machine_limits()
@@ -113,21 +110,14 @@ def print_kernels(console: Console, content: dict[str, Any]) -> None:
         highlight=False,
     )
     for shape in dict.fromkeys(row["shape"] for row in content["results"]):
-        table = Table(title=f"Kernels, shapes of a {shape} model", title_justify="left")
-        for name in ("op", "sizes", "rows", "us", "GB/s", "GFLOP/s"):
-            table.add_column(name, justify="left" if name in ("op", "sizes") else "right", no_wrap=True)
+        numbers = ("rows", "us", "GB/s", "GFLOP/s")
+        table = table_of(f"Kernels, shapes of a {shape} model", ("op", "sizes"), numbers)
         for row in content["results"]:
-            if row["shape"] != shape:
-                continue
-            median_s = row["time"]["median_s"]
-            table.add_row(
-                row["op"],
-                row["detail"],
-                str(row["rows"]),
-                f"{median_s * 1e6:.1f}",
-                f"{row['num_bytes'] / median_s / 1e9:.1f}",
-                f"{row['flops'] / median_s / 1e9:.0f}" if row["flops"] else "-",
-            )
+            if row["shape"] == shape:
+                median_s = row["time"]["median_s"]
+                rates = f"{median_s * 1e6:.1f}", f"{row['num_bytes'] / median_s / 1e9:.1f}"
+                flops = f"{row['flops'] / median_s / 1e9:.0f}" if row["flops"] else "-"
+                table.add_row(row["op"], row["detail"], str(row["rows"]), *rates, flops)
         print_table(console, table)
 
 
@@ -178,16 +168,12 @@ def _linears(shape: str, part: str, n: int, k: int, all_rows: tuple[int, ...], d
 
     def case(rows: int) -> Case:
         x, out = torch.randn(rows, k), torch.empty(rows, n)
-        moved = weight_bytes + rows * (n + k) * _FLOAT
-        return Case(
-            f"linear {part}",
-            shape,
-            f"{n} x {k}",
-            rows,
-            moved,
-            2 * rows * n * k,
-            lambda: kernels.linear(x, next(copies), out),
-        )
+        moved, flops = weight_bytes + rows * (n + k) * _FLOAT, 2 * rows * n * k
+
+        def run() -> object:
+            return kernels.linear(x, next(copies), out)
+
+        return Case(f"linear {part}", shape, f"{n} x {k}", rows, moved, flops, run)
 
     return [case(rows) for rows in all_rows]
 
@@ -201,14 +187,11 @@ def _rowwise(name: str, s: ModelShape, rows: int, context: int) -> list[Case]:
     positions = torch.arange(rows, dtype=torch.int32)
     table = torch.ones(max(rows, context), s.head_dim // 2)
     heads = f"{s.num_q_heads}+{s.num_kv_heads} x {s.head_dim}"
-    gates: tuple[tuple[str, Callable[[torch.Tensor], torch.Tensor]], ...] = (
-        ("silu_mul", kernels.silu_mul),
-        ("gelu_tanh_mul", kernels.gelu_tanh_mul),
-    )
     return [
         Case("rms_norm", name, f"{s.hidden} + residual", rows, 4 * x.numel() * _FLOAT, 0,
              lambda: kernels.rms_norm(x, weight, 1e-5, residual)),
-        *(Case(op, name, str(s.intermediate), rows, gate_bytes, 0, partial(run, gate_up)) for op, run in gates),
+        Case("silu_mul", name, str(s.intermediate), rows, gate_bytes, 0, lambda: kernels.silu_mul(gate_up)),
+        Case("gelu_tanh_mul", name, str(s.intermediate), rows, gate_bytes, 0, lambda: kernels.gelu_tanh_mul(gate_up)),
         Case("rotary", name, heads, rows, 2 * (q.numel() + k.numel()) * _FLOAT, 0,
              lambda: kernels.rotary(q, k, positions, table, table)),
     ]  # fmt: skip
@@ -250,10 +233,8 @@ def _masked_draw(name: str, vocab: int, logits: torch.Tensor, num_allowed: int) 
     # A word of the mask without a bit reads no logits.
     num_bytes = masks.nbytes + int((masks != 0).sum()) * 32 * _FLOAT
     detail = f"{vocab}, {num_allowed} allowed"
-    parameters = (torch.full((rows,), 0.8), off, torch.ones(rows, dtype=torch.float64), off, u)
-    return Case(
-        "draw", name, detail, rows, num_bytes, 0, lambda: kernels.draw(logits, *parameters, masks, torch.arange(rows))
-    )
+    inputs = (logits, torch.full((rows,), 0.8), off, torch.ones(rows, dtype=torch.float64), off, u, masks)
+    return Case("draw", name, detail, rows, num_bytes, 0, lambda: kernels.draw(*inputs, torch.arange(rows)))
 
 
 def _attention(shape: str, s: ModelShape, num_seqs: int, context: int, new_tokens: int, dtype: torch.dtype) -> Case:
@@ -262,11 +243,8 @@ def _attention(shape: str, s: ModelShape, num_seqs: int, context: int, new_token
     pages_each = -(-context // kernels.PAGE_SIZE)
     k_shape, v_shape = kernels.kv_cache_shapes(num_seqs * pages_each, s.num_kv_heads, s.head_dim, dtype)
     kv_bytes = 2 * num_seqs * context * s.num_kv_heads * s.head_dim * dtype.itemsize
-    pairs = [
-        (torch.randn(k_shape).to(dtype), torch.randn(v_shape).to(dtype))
-        for _ in range(max(1, min(64, _ROUND_BYTES // kv_bytes)))
-    ]
-    caches = cycle(pairs)
+    num_caches = max(1, min(64, _ROUND_BYTES // kv_bytes))
+    caches = cycle([(torch.randn(k_shape).to(dtype), torch.randn(v_shape).to(dtype)) for _ in range(num_caches)])
     tokens = num_seqs * new_tokens
     q = torch.randn(tokens, s.num_q_heads, s.head_dim)
     page_table = torch.randperm(num_seqs * pages_each).to(torch.int32).view(num_seqs, pages_each)
