@@ -38,53 +38,22 @@ class Piece(NamedTuple):
 PIECES = {
     "device": Piece("which device and versions", 40, "rates", "device_facts"),
     "kernels": Piece(
-        "every op and attention backend against the reference on the CPU, graphs against eager steps",
-        120,
-        "kernels",
-        "check_kernels",
+        "every op and backend against the CPU, graphs against eager steps", 120, "kernels", "check_kernels"
     ),
     "rates": Piece("copy bandwidth of the memory and rate of bfloat16 products", 40, "rates", "measure_rates"),
     "shapes": Piece("the kernels that decode, in several shapes of tiles", 60, "shapes", "measure_shapes"),
-    "decode": Piece(
-        "decode steps at 1k tokens of context beside the floors, and their kernels", 120, "steps", "measure_decode"
-    ),
-    "prefill": Piece("2k and 8k tokens of prompt beside the floors, and their kernels", 60, "steps", "measure_prefill"),
-    "serving": Piece(
-        "64 requests at once through the scheduler: throughput, and the gap between steps",
-        60,
-        "serving",
-        "measure_serving",
-    ),
+    "decode": Piece("decode steps at 1k tokens of context, and their kernels", 120, "steps", "measure_decode"),
+    "prefill": Piece("2k and 8k tokens of prompt, and their kernels", 60, "steps", "measure_prefill"),
+    "serving": Piece("64 requests through the scheduler, and the gap between steps", 60, "serving", "measure_serving"),
     "server": Piece("the whole server over HTTP: start, presets B8, B32 and C", 120, "server", "measure_server"),
-    "tokens": Piece(
-        "tokens of a small model: GPU and CPU, graphs, overlap, retraction, prefix hits, batches",
-        120,
-        "equality",
-        "compare_tokens",
-    ),
+    "tokens": Piece("tokens of a small model, computed in ten ways", 120, "equality", "compare_tokens"),
     "quantized": Piece("decode and prefill in fp8 and int4", 120, "steps", "measure_quantized"),
-    "deterministic": Piece(
-        "decode and prefill with bits that do not depend on the batch", 60, "steps", "measure_deterministic"
-    ),
-    "speculation": Piece(
-        "drafts from n-grams and from a draft model: tokens and speed", 60, "equality", "measure_speculation"
-    ),
-    "experts": Piece("decode steps of a mixture of experts beside the floors", 80, "steps", "measure_experts"),
-    "offline": Piece(
-        "256 requests of 100 to 1,024 tokens in and out, beside the floors of their steps",
-        120,
-        "serving",
-        "measure_offline",
-    ),
-    "transformers": Piece(
-        "generate of transformers: one request, and 64 batched continuously",
-        150,
-        "against_transformers",
-        "measure_transformers",
-    ),
-    "features": Piece(
-        "adapters, grammars, penalties, embeddings, images on the device", 120, "features", "try_features"
-    ),
+    "deterministic": Piece("steps with bits that no batch changes", 60, "steps", "measure_deterministic"),
+    "speculation": Piece("drafts from n-grams: tokens and speed", 60, "equality", "measure_speculation"),
+    "experts": Piece("decode steps of a mixture of experts", 80, "steps", "measure_experts"),
+    "offline": Piece("256 requests of 100 to 1,024 tokens in and out", 120, "serving", "measure_offline"),
+    "transformers": Piece("the same in transformers", 150, "against_transformers", "measure_transformers"),
+    "features": Piece("logprobs, embeddings, updates, fp8 KV; tests of the device", 120, "features", "try_features"),
 }
 """In order of worth. A module that cannot be imported fails its own pieces only."""
 
@@ -99,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="the same as --device cpu --tiny, for every piece")
     parser.add_argument("--limit-s", type=float, default=540.0, help="all pieces end within this many seconds")
     parser.add_argument(
-        "--out", type=Path, help="folder for results.jsonl, a line a result as they come, and profiles.tar"
+        "--out", type=Path, help="folder for results.jsonl (a line a result as they come), profiles.tar"
     )
     parser.add_argument("--output", type=Path, help="write the results document here, as JSON")
     parser.add_argument("--rates", type=Path, help="take the piece `rates` from an earlier document or results.jsonl")
@@ -169,11 +138,8 @@ def _write_line(out: Path, content: dict[str, Any]) -> None:
 
 def _rows_of(name: str, out: Path) -> list[dict[str, Any]]:
     """The rows that a piece has written, without its name."""
-    return [
-        {k: v for k, v in line.items() if k != "piece"}
-        for line in _lines(out)
-        if line["piece"] == name and "what" in line
-    ]
+    lines = [line for line in _lines(out) if line["piece"] == name and "what" in line]
+    return [{key: value for key, value in line.items() if key != "piece"} for line in lines]
 
 
 def _lines(out: Path) -> list[dict[str, Any]]:
