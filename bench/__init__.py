@@ -5,7 +5,6 @@ compare/ is Headrace beside other servers, fleet/ simulated replicas, gpu/ `scri
 
 - Shared: program.py (command line, JSON), servers.py (a server for as long as it is measured), contest.py (calls in turns beside peers)
 - Of results: ratios.py (what the second server of one gives over the first)
-- Ranks: collectives.py (sums)
 - Kernels and encoders: kernels.py, encoders.py, vision.py
 - The host: scheduler_turn.py, host_path.py
 - Grammars: constrained.py, maskbench.py, hostile_grammars.py

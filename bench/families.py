@@ -143,18 +143,12 @@ def difference_of(folder: Path, tokens: list[int], want: torch.Tensor, **options
         **options,
     ) as engine:
         # The logprobs of a prompt are of the tokens before: one token more shows those after the last.
-        answer = engine.generate(
-            input_ids=[*tokens, tokens[0]],
-            sampling_params={"max_new_tokens": 0},
-            return_logprob=True,
-            logprob_start_len=0,
-            top_logprobs_num=VOCAB,
-        )
-    rows = answer["meta_info"]["input_top_logprobs"][1:]
-    found = [
-        abs(logprob - float(row[token_id])) for row, top in zip(want, rows, strict=True) for logprob, token_id, _ in top
-    ]
-    return max(found) / float(want.abs().max())
+        asked: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": VOCAB}
+        answer = engine.generate(input_ids=[*tokens, tokens[0]], sampling_params={"max_new_tokens": 0}, **asked)
+    largest = 0.0
+    for row, top in zip(want, answer["meta_info"]["input_top_logprobs"][1:], strict=True):
+        largest = max(largest, *(abs(logprob - float(row[token_id])) for logprob, token_id, _ in top))
+    return largest / float(want.abs().max())
 
 
 def attempt(model_type: str, folder: Path) -> Result:
@@ -165,9 +159,8 @@ def attempt(model_type: str, folder: Path) -> Result:
         return Result(model_type, "refused", error.message)
     try:
         config = tiny_config(model_type)
-        reference = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", dtype=torch.float32
-        )
+        kind = transformers.AutoModelForCausalLM
+        reference = kind.from_config(config, attn_implementation="eager", dtype=torch.float32)
         randomise(reference)
         reference.eval().save_pretrained(folder)
         tokens = torch.randint(3, VOCAB, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -23,30 +23,10 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
+from bench.compare import peers, ratios
 from bench.compare.greedy import continue_all
-from bench.compare.peers import (
-    HERE,
-    MODELS,
-    PEERS,
-    PRECISIONS,
-    QUANTIZATIONS,
-    ComparedServer,
-    Precision,
-    ServerCommand,
-    quantized_command,
-)
-from bench.compare.ratios import (
-    COMPARED_PRESETS,
-    LATENCIES,
-    LATENCY_PRESETS,
-    RATE,
-    Measured,
-    draw,
-    latency_table,
-    rate_key,
-    rate_table,
-    ratios,
-)
+from bench.compare.peers import ComparedServer, Precision, ServerCommand, quantized_command
+from bench.compare.ratios import RATE, Measured
 from bench.program import names_of, parser_of, refusals, table_of
 from bench.servers import free_port, leave_on_sigterm
 from headrace.benchmark.agreement import PROMPTS, Agreement, Greedy, agreement
@@ -60,7 +40,7 @@ from headrace.errors import ConfigError
 from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
 OURS = "Headrace"
-_OURS = [name for names in QUANTIZATIONS.values() for name in names]
+_OURS = [name for names in peers.QUANTIZATIONS.values() for name in names]
 _ROUNDS = "requests of a preset for each that runs at a time, at most its own number (default: %(default)s)"
 _MODEL = "smollm2"
 _BUSY_SHARE = 0.1  # of a core: what a server may take while nobody asks it anything
@@ -94,7 +74,9 @@ def figures_of(precision: Precision, result: Result) -> list[Measured]:
     errors = sum(summary.num_errors for summary in result.repetitions)
     is_ours = result.target.startswith(OURS)
 
-    figures = {RATE: rate_key(result.preset)} | (LATENCIES if result.preset in LATENCY_PRESETS else {})
+    figures = {RATE: ratios.rate_key(result.preset)}
+    if result.preset in ratios.LATENCY_PRESETS:
+        figures |= ratios.LATENCIES
     found = []
     for figure, place in figures.items():
         # A run without one answer has no latencies; it has errors, so that no ratio is made of the 0.
@@ -108,11 +90,11 @@ def figures_of(precision: Precision, result: Result) -> list[Measured]:
 
 def reference_tokens(prompts: Sequence[TokenIds]) -> Greedy:
     """Continuations by transformers in float32. Raises ConfigError when it fails."""
-    model = MODELS / "hf"
+    model = peers.MODELS / "hf"
     if not model.exists():
         raise ConfigError(f"the reference needs {model}; run bench/compare/setup first")
     done = subprocess.run(
-        [sys.executable, str(HERE / "reference_texts.py"), str(model)],
+        [sys.executable, str(peers.HERE / "reference_texts.py"), str(model)],
         input=json.dumps(list(prompts)), capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0:
@@ -172,16 +154,15 @@ def start_and_run_class(
 
         def start(command_at: Callable[[int], ServerCommand]) -> ComparedServer:
             port = free_port()
-            command = command_at(port)
-            server = stack.enter_context(ComparedServer(command, port, logs / f"{port}.log"))
-            ready[command.name] = server.wait_until_ready()
-            console.print(f"{command.name}: ready after {ready[command.name]:.1f} s", highlight=False)
+            server = stack.enter_context(ComparedServer(command_at(port), port, logs / f"{port}.log"))
+            ready[server.name] = server.wait_until_ready()
+            console.print(f"{server.name}: ready after {ready[server.name]:.1f} s", highlight=False)
             return server
 
         ours = [start(partial(quantized_command, name)) for name in options.ours_of(precision)]
-        peers = {name: start(partial(PEERS[name], precision)) for name in options.all_peers}
+        theirs = {name: start(partial(peers.PEERS[name], precision)) for name in options.all_peers}
         turns = [
-            Turns(presets, ours + [peers[name] for name in names]) for presets, names in options.presets_and_peers()
+            Turns(presets, ours + [theirs[name] for name in names]) for presets, names in options.presets_and_peers()
         ]
         done = run_client(run_class(precision, turns, tokenizer, reference, options.load, console))
     for name, seconds in ready.items():
@@ -193,32 +174,28 @@ def report(runs: Sequence[ClassRun], load: LoadOptions, console: Console) -> Non
     """Print the tables; write the JSON and the plot that were asked for."""
     results = [result for run in runs for result in run.results]
     measured = [figure for run in runs for figure in run.measured]
-    found = ratios(measured)
+    found = ratios.ratios(measured)
     servers = {name: said for run in runs for name, said in run.servers.items()}
     agreements = {name: each for run in runs for name, each in run.agreements.items()}
     content = document("compare", servers, results, load.described(), load.limits, command="python -m bench.compare")
-    content["classes"] = [
-        {
-            "class": run.precision,
-            "servers": list(run.servers),
-            "agreement": [{"server": name, **asdict(each)} for name, each in run.agreements.items()],
-        }
-        for run in runs
-    ]
+    content["classes"] = []
+    for run in runs:
+        exactness = [{"server": name, **asdict(each)} for name, each in run.agreements.items()]
+        content["classes"].append({"class": run.precision, "servers": list(run.servers), "agreement": exactness})
     content["ratios"] = [{**asdict(each), "is_reached": each.is_reached} for each in found]
     print_results(console, results)
     print_conditions(console, load)
     console.print(server_table(servers, agreements))
-    console.print(rate_table(found, agreements))
+    console.print(ratios.rate_table(found, agreements))
     if any(each.figure != RATE for each in found):
-        console.print(latency_table(found))
+        console.print(ratios.latency_table(found))
     if load.output is not None:
         write_json(load.output, content)
         console.print(f"results written to {load.output}", highlight=False)
     if load.plot is not None:
         machine = content["machine"]
         commit = (content["commit"] or "no commit")[:10] + ("+" if content["dirty"] else "")
-        draw(load.plot, measured, found, f"{machine['cpu']}, {machine['num_cores']} cores · {commit}")
+        ratios.draw(load.plot, measured, found, f"{machine['cpu']}, {machine['num_cores']} cores · {commit}")
         console.print(f"plot written to {load.plot}", highlight=False)
 
 
@@ -265,12 +242,12 @@ class Options:
     @property
     def all_peers(self) -> list[str]:
         """Those of any preset that is measured."""
-        names = {name for _, peers in self.presets_and_peers() for name in peers}
-        return [name for name in PEERS if name in names]
+        names = {name for _, chosen in self.presets_and_peers() for name in chosen}
+        return [name for name in peers.PEERS if name in names]
 
     def ours_of(self, precision: Precision) -> list[str]:
         """Our kinds of weights of a class."""
-        return [name for name in QUANTIZATIONS[precision] if name in self.ours]
+        return [name for name in peers.QUANTIZATIONS[precision] if name in self.ours]
 
     def presets_and_peers(self) -> list[tuple[list[str], Sequence[str]]]:
         """Presets that have the same peers, together."""
@@ -285,11 +262,11 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser = parser_of(__doc__)
     parser.epilog = _DURATIONS
     for option, known, default, what in (
-        ("--classes", PRECISIONS, PRECISIONS, "bits of a weight"),
+        ("--classes", peers.PRECISIONS, peers.PRECISIONS, "bits of a weight"),
         ("--ours", _OURS, _OURS, "our kinds of weights"),
-        ("--peers", tuple(PEERS), tuple(PEERS), "peers in presets with one request at a time"),
-        ("--stream-peers", tuple(PEERS), ("openvino",), "peers in presets with several at a time"),
-        ("--presets", COMPARED_PRESETS, COMPARED_PRESETS, "workloads"),
+        ("--peers", tuple(peers.PEERS), tuple(peers.PEERS), "peers in presets with one request at a time"),
+        ("--stream-peers", tuple(peers.PEERS), ("openvino",), "peers in presets with several at a time"),
+        ("--presets", ratios.COMPARED_PRESETS, ratios.COMPARED_PRESETS, "workloads"),
     ):
         what += " (default: %(default)s)"
         parser.add_argument(option, type=names_of(known), default=",".join(default), help=what)

@@ -83,9 +83,8 @@ class Fleet:
         on_done: Callable[[], None] = lambda: None,
     ) -> None:
         self._options = options
-        self._workload = Workload(
-            options.workload, options.requests_of(num_replicas), options.rate * num_replicas, seed
-        )
+        num_requests = options.requests_of(num_replicas)
+        self._workload = Workload(options.workload, num_requests, options.rate * num_replicas, seed)
         self._sessions = self._workload.sessions()
         self._balancer = make_balancer(policy, num_replicas, options.replica.kv_tokens)
         self._alive = _Alive(num_replicas)

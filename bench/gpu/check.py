@@ -6,7 +6,6 @@ begins with an empty device. What a piece has found when its time is up is kept.
 a network nor the native CPU kernels. Exit code 1 when a piece failed or an expectation was missed.
 """
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.gpu.options import MODELS, Options
-from bench.program import report_of
+from bench.program import parser_of, report_of
 from headrace.benchmark.results import write_json
 
 
@@ -60,7 +59,7 @@ PIECES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.check", description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default=",".join(PIECES), help="pieces, comma-separated: " + ", ".join(PIECES))
     parser.add_argument("--models", default="", help="comma-separated: " + ", ".join(MODELS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -70,7 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="folder for results.jsonl (a line a result as they come), profiles.tar"
     )
-    parser.add_argument("--output", type=Path, help="write the results document here, as JSON")
     parser.add_argument("--rates", type=Path, help="take the piece `rates` from an earlier document or results.jsonl")
     parser.add_argument("--in-process", action="store_true", help="run the pieces in this process, without time limits")
     args = parser.parse_args(arguments)
@@ -79,8 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     models = tuple(args.models.split(",")) if args.models else (MODELS[:1] if args.tiny else MODELS)
     names = args.only.split(",")
     for given, known, what in ((names, PIECES, "piece"), (models, MODELS, "model")):
-        unknown = [name for name in given if name not in known]
-        if unknown:
+        if unknown := [name for name in given if name not in known]:
             parser.error(f"no {what} is called {', '.join(unknown)}; there are {', '.join(known)}")
     options = Options(args.device, args.tiny, models)
     with tempfile.TemporaryDirectory() as folder:
@@ -122,10 +119,10 @@ def _run_all(
         else:
             status = _in_child(name, options, earlier, min(left, own_limit_s), out)
         seconds = time.monotonic() - started
-        _write_line(out, {"piece": name, "status": status, "seconds": seconds})
-        piece = {"piece": name, "status": status, "seconds": seconds, "rows": _rows_of(name, out)}
-        earlier[name] = piece
-        results.append(piece)
+        ended = {"piece": name, "status": status, "seconds": seconds}
+        _write_line(out, ended)
+        earlier[name] = {**ended, "rows": _rows_of(name, out)}
+        results.append(earlier[name])
         print(f"   {status}, {seconds:.1f} s", file=sys.stderr, flush=True)
         _pack_profiles(out)
     return results
@@ -148,8 +145,7 @@ def _lines(out: Path) -> list[dict[str, Any]]:
 
 
 def _pack_profiles(out: Path) -> None:
-    profiles = sorted(out.glob("profile-*"))
-    if profiles:
+    if profiles := sorted(out.glob("profile-*")):
         with tarfile.open(out / "profiles.tar", "w") as tar:
             for path in profiles:
                 tar.add(path, path.name)

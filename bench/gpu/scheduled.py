@@ -8,8 +8,12 @@ from typing import Any, NoReturn, cast
 import numpy as np
 
 from bench.gpu.bench import Bench, Clock
+from headrace.cache.base import PageAllocator
+from headrace.cache.radix_cache import RadixCache
 from headrace.config.server_args import ServerArgs
 from headrace.execution.build import build_worker
+from headrace.messages.channel import LocalChannels
+from headrace.messages.outputs import BatchTokenIDOut
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import (
     BatchTokenizedGenerateReqInput,
@@ -18,7 +22,11 @@ from headrace.messages.requests import (
     TokenizedGenerateReqInput,
 )
 from headrace.messages.step import ModelWorkerBatch, Worker
+from headrace.processes.model_files import EndTokens
+from headrace.processes.scheduler_process import scheduler_config
 from headrace.sampling.params import ResolvedSamplingParams
+from headrace.scheduler.kv_manager import KVManager, KvPart
+from headrace.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +68,6 @@ class Scheduled:
     """A scheduler over a model with random weights."""
 
     def __init__(self, bench: Bench, model: str, args: ServerArgs) -> None:
-        from headrace.cache.base import PageAllocator
-        from headrace.cache.radix_cache import RadixCache
-        from headrace.messages.channel import LocalChannels
-        from headrace.processes.model_files import EndTokens
-        from headrace.processes.scheduler_process import scheduler_config
-        from headrace.scheduler.kv_manager import KVManager, KvPart
-        from headrace.scheduler.scheduler import Scheduler
-
         def no_stop_strings(request: TokenizedGenerateReqInput) -> NoReturn:
             raise AssertionError("no request has stop strings")
 
@@ -92,8 +92,6 @@ class Scheduled:
 
     def run(self, lengths: Sequence[tuple[int, int]]) -> float:
         """Seconds until all requests of so many tokens (in, out), sent at once, are done. Greedy; their prompts have nothing in common."""
-        from headrace.messages.outputs import BatchTokenIDOut
-
         self.marked.steps.clear()
         requests = []
         for num_in, num_out in lengths:
