@@ -393,18 +393,16 @@ async def rooms(model: str, options: Any) -> Any:
             "wrong": [answer for answer in map(told, replies) if isinstance(answer, str)][:5],
             "not_whole": wrong,
             "transfer": pair.transferred_since(before),
-            "rss_mib": {
-                name: [round(each[place], 1) for place in (0, len(each) // 3, -1)] for name, each in memory.items()
-            },
-            "rss_mib_per_1000_rooms": {
-                name: round(slope(each[len(each) // 3 :]) * 100, 2) for name, each in memory.items()
-            },
+            "rss_mib": {name: [round(each[at], 1) for at in (0, len(each) // 3, -1)] for name, each in memory.items()},
+            "rss_mib_per_1000_rooms": {name: round(100 * late_slope(each), 2) for name, each in memory.items()},
             "threads": threads,
             "descriptors": descriptors,
         }
 
 
-def slope(values: list[float]) -> float:
+def late_slope(values: list[float]) -> float:
+    """From one value to the next, without the first third."""
+    values = values[len(values) // 3 :]
     return float(np.polyfit(range(len(values)), values, 1)[0])
 
 
@@ -456,17 +454,13 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("--parts", type=words, default=tuple(_PARTS))
-    parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--points", type=int, default=100)
-    parser.add_argument("--rooms", type=int, default=1000)
-    parser.add_argument("--tokens", type=int, default=1500, help="of each stream of latency")
-    parser.add_argument("--seed", type=int, default=0)
+    for name, default in (("prompts", 200), ("points", 100), ("rooms", 1000), ("tokens", 1500), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--backend", default="tcp", choices=("tcp", "shm"))
     options = parser.parse_args()
-    is_begun = options.output is not None and options.output.exists()
-    before = json.loads(options.output.read_text()) if is_begun else {}
-    found: dict[str, Any] = {part: before[part] for part in _PARTS if part in before}
-    found["model"] = options.model
+    found: dict[str, Any] = {"model": options.model}
+    if options.output is not None and options.output.exists():
+        found |= {part: result for part, result in json.loads(options.output.read_text()).items() if part in _PARTS}
     with refusals():
         for part in options.parts:
             found[part] = asyncio.run(_PARTS[part](options.model, options))

@@ -96,13 +96,8 @@ class Result:
     detail: str
 
 
-def tiny_config(model_type: str) -> Any:
-    """A transformers config of toy size."""
-    config_class = transformers.CONFIG_MAPPING[model_type]
-    return config_class(**_sizes(config_class, model_type))
-
-
 def _sizes(config_class: Any, model_type: str) -> dict[str, Any]:
+    """Those of a transformers config of toy size."""
     fields = {field.name for field in dataclasses.fields(config_class)}
     changes = {name: value for name, value in _SIZES.items() if name in fields}
     if "qk_rope_head_dim" in fields:
@@ -158,7 +153,8 @@ def attempt(model_type: str, folder: Path) -> Result:
     except HeadraceError as error:
         return Result(model_type, "refused", error.message)
     try:
-        config = tiny_config(model_type)
+        config_class = transformers.CONFIG_MAPPING[model_type]
+        config = config_class(**_sizes(config_class, model_type))
         kind = transformers.AutoModelForCausalLM
         reference = kind.from_config(config, attn_implementation="eager", dtype=torch.float32)
         randomise(reference)

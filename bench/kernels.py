@@ -104,11 +104,9 @@ def run_kernels(options: KernelOptions, console: Console) -> dict[str, Any]:
 def print_kernels(console: Console, content: dict[str, Any]) -> None:
     """The document's results as a table."""
     limits = content["limits"]
-    console.print(
-        f"this machine reads {limits['read_bytes_per_s'] / 1e9:.1f} GB/s and computes "
-        f"{limits['fma_flops_per_s'] / 1e9:.0f} GFLOP/s; times are medians",
-        highlight=False,
-    )
+    reads, computes = limits["read_bytes_per_s"] / 1e9, limits["fma_flops_per_s"] / 1e9
+    said = f"this machine reads {reads:.1f} GB/s and computes {computes:.0f} GFLOP/s; times are medians"
+    console.print(said, highlight=False)
     for shape in dict.fromkeys(row["shape"] for row in content["results"]):
         numbers = ("rows", "us", "GB/s", "GFLOP/s")
         table = table_of(f"Kernels, shapes of a {shape} model", ("op", "sizes"), numbers)
@@ -130,11 +128,9 @@ def _measure(cases: list[Case], repeat: int) -> list[dict[str, Any]]:
             elapsed = perf_counter() - begin
             if turn >= _WARM_UP:
                 seconds[index].append(elapsed)
-    fields = ("op", "shape", "detail", "rows", "num_bytes", "flops")
-    return [
-        {**{field: getattr(case, field) for field in fields}, "time": asdict(timing(times))}
-        for case, times in zip(cases, seconds, strict=True)
-    ]
+    names = ("op", "shape", "detail", "rows", "num_bytes", "flops")
+    fields = [{name: getattr(case, name) for name in names} for case in cases]
+    return [row | {"time": asdict(timing(times))} for row, times in zip(fields, seconds, strict=True)]
 
 
 def _groups(name: str, options: KernelOptions) -> Iterator[list[Case]]:

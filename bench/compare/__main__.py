@@ -184,7 +184,11 @@ def report(runs: Sequence[ClassRun], load: LoadOptions, console: Console) -> Non
         content["classes"].append({"class": run.precision, "servers": list(run.servers), "agreement": exactness})
     content["ratios"] = [{**asdict(each), "is_reached": each.is_reached} for each in found]
     print_results(console, results)
-    print_conditions(console, load)
+    machine = this_machine()
+    where = f"{machine.cpu}, {machine.num_cores} cores"
+    console.print(f"{where}, {machine.memory_gib} GiB, {' '.join(machine.isa)}", highlight=False)
+    for name in preset_names(load.presets):
+        console.print(f"  {name}: {PRESETS[name].description}", highlight=False)
     console.print(server_table(servers, agreements))
     console.print(ratios.rate_table(found, agreements))
     if any(each.figure != RATE for each in found):
@@ -193,20 +197,9 @@ def report(runs: Sequence[ClassRun], load: LoadOptions, console: Console) -> Non
         write_json(load.output, content)
         console.print(f"results written to {load.output}", highlight=False)
     if load.plot is not None:
-        machine = content["machine"]
         commit = (content["commit"] or "no commit")[:10] + ("+" if content["dirty"] else "")
-        ratios.draw(load.plot, measured, found, f"{machine['cpu']}, {machine['num_cores']} cores · {commit}")
+        ratios.draw(load.plot, measured, found, f"{where} · {commit}")
         console.print(f"plot written to {load.plot}", highlight=False)
-
-
-def print_conditions(console: Console, load: LoadOptions) -> None:
-    """The machine, and how the requests of each preset arrive."""
-    machine = this_machine()
-    console.print(
-        f"{machine.cpu}, {machine.num_cores} cores, {machine.memory_gib} GiB, {' '.join(machine.isa)}", highlight=False
-    )
-    for name in preset_names(load.presets):
-        console.print(f"  {name}: {PRESETS[name].description}", highlight=False)
 
 
 def server_table(servers: dict[str, dict[str, Any]], agreements: dict[str, Agreement]) -> Table:

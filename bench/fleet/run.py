@@ -31,13 +31,17 @@ def run_fleet(options: FleetOptions, console: Console) -> dict[str, Any]:
     runs: dict[tuple[int, Method], list[Outcome]] = {case: [] for case in product(options.replicas, options.policies)}
     num_requests = sum(options.requests_of(count) for count in options.replicas) * len(options.policies)
     with _progress(console, num_requests * options.repeat) as start:
-        for repetition in range(options.repeat):
-            for (count, policy), outcomes in runs.items():
-                name = f"{count} replicas, {policy}"
-                on_done = start(f"[{repetition + 1}/{options.repeat}] {name}")
+        for repetition, ((count, policy), outcomes) in product(range(options.repeat), runs.items()):
+            name = f"{count} replicas, {policy}"
+            on_done = start(f"[{repetition + 1}/{options.repeat}] {name}")
+            # Millions of live objects would be walked again and again. What is in cycles, such as trees of caches, goes at the end.
+            gc.disable()
+            try:
                 outcomes.append(Fleet(options, count, policy, options.seed + repetition, on_done).run())
-                gc.collect()  # the trees of caches are cycles
-                console.print(f"[dim]{name}: {_in_one_line(outcomes[-1])}[/dim]", highlight=False)
+            finally:
+                gc.enable()
+            gc.collect()
+            console.print(f"[dim]{name}: {_in_one_line(outcomes[-1])}[/dim]", highlight=False)
     described = {name: value for name, value in asdict(options).items() if name not in ("output", "plot")}
     results = []
     for (count, policy), outcomes in runs.items():

@@ -6,13 +6,11 @@ have come of it. Not in it: the network, tokenizers, HTTP, and the processor tim
 the same run. Replicas that nobody has asked cost nothing.
 """
 
-import gc
 import heapq
 import random
 import time
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -105,10 +103,9 @@ class Fleet:
         begin_s = time.perf_counter()
         self._next_session()
         num_left = self._workload.num_requests
-        with _no_garbage_collection():
-            while len(self._tally.e2e_s) < num_left:
-                now_s, _, happens = heapq.heappop(self._events)
-                happens(now_s)
+        while len(self._tally.e2e_s) < num_left:
+            now_s, _, happens = heapq.heappop(self._events)
+            happens(now_s)
         for replica in self._replicas.values():
             self._tally.num_retracted += replica.state.counters.num_retracted
         return self._tally.outcome(self._end_s, len(self._used), time.perf_counter() - begin_s)
@@ -233,15 +230,3 @@ class Fleet:
         held, self._held = self._held, []
         for sample in held:
             self._send(sample, now_s)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Millions of live objects would be walked again and again. What is in cycles (a dead replica's tree) stays until this is over."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

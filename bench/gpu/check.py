@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.gpu.options import MODELS, Options
-from bench.program import parser_of, report_of
+from bench.program import names_of, parser_of, report_of
 from headrace.benchmark.results import write_json
 
 
@@ -60,8 +60,9 @@ PIECES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = parser_of(__doc__)
-    parser.add_argument("--only", default=",".join(PIECES), help="pieces, comma-separated: " + ", ".join(PIECES))
-    parser.add_argument("--models", default="", help="comma-separated: " + ", ".join(MODELS))
+    pieces = ",".join(PIECES)
+    parser.add_argument("--only", type=names_of(tuple(PIECES)), default=pieces, help="pieces: " + ", ".join(PIECES))
+    parser.add_argument("--models", type=names_of(MODELS), help="comma-separated: " + ", ".join(MODELS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small layers and short prompts: a trial of this command")
     parser.add_argument("--rehearse", action="store_true", help="the same as --device cpu --tiny, for every piece")
@@ -74,17 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.rehearse:
         args.device, args.tiny = "cpu", True
-    models = tuple(args.models.split(",")) if args.models else (MODELS[:1] if args.tiny else MODELS)
-    names = args.only.split(",")
-    for given, known, what in ((names, PIECES, "piece"), (models, MODELS, "model")):
-        if unknown := [name for name in given if name not in known]:
-            parser.error(f"no {what} is called {', '.join(unknown)}; there are {', '.join(known)}")
-    options = Options(args.device, args.tiny, models)
+    options = Options(args.device, args.tiny, args.models or (MODELS[:1] if args.tiny else MODELS))
     with tempfile.TemporaryDirectory() as folder:
         out = args.out or Path(folder)
         out.mkdir(parents=True, exist_ok=True)
         earlier = {} if args.rates is None else {"rates": _rates_of(args.rates)}
-        results = _run_all(names, options, earlier, args.limit_s, args.in_process, out)
+        results = _run_all(args.only, options, earlier, args.limit_s, args.in_process, out)
         content = report_of("gpu", {"device": args.device, "tiny": args.tiny, "results": results})
         print(table(content), flush=True)
         if args.output is not None:

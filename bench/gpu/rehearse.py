@@ -91,16 +91,13 @@ def _check_size() -> bool:
 
 
 def _check_syntax() -> bool:
-    python = shutil.which("python3.12")
-    found = python is not None and subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
-    if not found:
-        pyenv = sorted(Path.home().glob(".pyenv/versions/3.12*/bin/python3.12"))
-        python = str(pyenv[-1]) if pyenv else None
-    if python is None:
+    known = [shutil.which("python3.12"), *sorted(map(str, Path.home().glob(".pyenv/versions/3.12*/bin/python3.12")))]
+    runs = [path for path in known if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0]
+    if not runs:
         print("   no python3.12 here: not tried")
         return True
     with tempfile.TemporaryDirectory() as cache:
-        command = [python, "-X", f"pycache_prefix={cache}", "-W", "error"]
+        command = [runs[0], "-X", f"pycache_prefix={cache}", "-W", "error"]
         command += ["-m", "compileall", "-qq", "src", "tests", "bench"]
         return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
