@@ -4,18 +4,18 @@ Owns the shapes and what each op must read and compute at least. Does not own th
 more memory than the processor caches hold, as the layers of a model do; the shapes are timed in turns. Runs in the main process.
 """
 
-from collections.abc import Callable, Iterator
+import argparse
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
-from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 
-from bench.program import counts, parser_of, refusals, report_of, table_of, words
+from bench.program import counts, names_of, parser_of, refusals, report_of, table_of, words
 from headrace import kernels
 from headrace.benchmark.figures import timing
 from headrace.benchmark.results import write_json
@@ -44,20 +44,6 @@ SHAPES = {"135m": ModelShape(576, 1536, 9, 3, 64, 49152), "1b": ModelShape(2048,
 
 
 @dataclass(frozen=True, slots=True)
-class KernelOptions:
-    """What to time. shapes: names of SHAPES. ops: those whose name begins with one of these; empty = all. context: keys of a row."""
-
-    shapes: tuple[str, ...] = ("135m", "1b")
-    ops: tuple[str, ...] = ()
-    rows: tuple[int, ...] = (1, 8, 32, 256)
-    context: int = 256
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    repeat: int = 20
-    num_threads: int | None = None
-    output: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Case:
     """One op on one shape. num_bytes: read and written at least. flops: multiply and add count as two; 0 where bytes are what counts."""
 
@@ -70,12 +56,8 @@ class Case:
     run: Callable[[], object]
 
 
-def run_kernels(options: KernelOptions, console: Console) -> dict[str, Any]:
-    """Measure, print, write; the results document. Raises ConfigError for an unknown shape or op."""
-    unknown = [name for name in options.shapes if name not in SHAPES]
-    if unknown or not options.rows or options.repeat < 1:
-        known = ", ".join(SHAPES)
-        raise ConfigError(f"unknown shapes {unknown}: known are {known}; --rows and --repeat must not be empty")
+def run_kernels(options: argparse.Namespace, console: Console) -> None:
+    """Measure, print, write. Raises ConfigError for an unknown op."""
     if options.num_threads is not None:
         kernels.set_num_threads(options.num_threads)
     before = machine_limits()
@@ -89,7 +71,7 @@ def run_kernels(options: KernelOptions, console: Console) -> dict[str, Any]:
     if not results:
         raise ConfigError(f"no op begins with {', '.join(options.ops)}")
     subject = {
-        "options": {key: value for key, value in asdict(options).items() if key != "output"},
+        "options": {key: value for key, value in vars(options).items() if key != "output"},
         "num_threads": kernels.num_threads(),
         "implementations": {row.op: row.implementation for row in kernels.report()},
         "limits": asdict(limits),
@@ -98,7 +80,6 @@ def run_kernels(options: KernelOptions, console: Console) -> dict[str, Any]:
     print_kernels(console, content)
     if options.output is not None:
         write_json(options.output, content)
-    return content
 
 
 def print_kernels(console: Console, content: dict[str, Any]) -> None:
@@ -133,7 +114,7 @@ def _measure(cases: list[Case], repeat: int) -> list[dict[str, Any]]:
     return [row | {"time": asdict(timing(times))} for row, times in zip(fields, seconds, strict=True)]
 
 
-def _groups(name: str, options: KernelOptions) -> Iterator[list[Case]]:
+def _groups(name: str, options: argparse.Namespace) -> Iterator[list[Case]]:
     """Every op of a model over all rows, in groups that share memory: linears, attention (decode: a row is a sequence), the rest."""
     s = SHAPES[name]
     dtype = getattr(torch, options.dtype)
@@ -258,18 +239,24 @@ def _attention(shape: str, s: ModelShape, num_seqs: int, context: int, new_token
     return Case(f"attention {kind}", shape, detail, tokens, kv_bytes + 2 * q.numel() * _FLOAT, flops, run)
 
 
-def main() -> None:
-    """See the module docstring."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--shapes", type=words, default="135m,1b", help="models whose shapes to time")
-    parser.add_argument("--ops", type=words, default="", help="ops to time; empty: all")
+    parser.add_argument("--shapes", type=names_of(tuple(SHAPES)), default="135m,1b", help="models whose shapes to time")
+    parser.add_argument(
+        "--ops", type=words, default="", help="ops to time, by the beginnings of their names; empty: all"
+    )
     parser.add_argument("--rows", type=counts, default="1,8,32,256", help="numbers of rows of a call")
     parser.add_argument("--context", type=int, default=256, help="number of keys that attention reads")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV")
     parser.add_argument("--repeat", type=int, default=20, help="calls per shape")
     parser.add_argument("--num-threads", type=int, help="default: the cores that this process may use")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """See the module docstring."""
     with refusals():
-        run_kernels(KernelOptions(**vars(parser.parse_args())), Console())
+        run_kernels(parse(), Console())
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ In float32, so that near ties do not decide. Engines run in this process.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -79,14 +77,12 @@ def answers(folder: str, options: dict[str, Any]) -> tuple[list[list[int]], floa
         return got, time.perf_counter() - begin
 
 
-@contextmanager
-def small_engine(folder: str, options: dict[str, Any]) -> Iterator[Engine]:
+def small_engine(folder: str, options: dict[str, Any]) -> Engine:
     """An engine of one process without a tokenizer, in float32."""
     defaults: dict[str, Any] = {
         "single_process": True, "skip_tokenizer_init": True, "dtype": "float32", "max_total_tokens": 4096, "max_running_requests": 16,
     }  # fmt: skip
-    with Engine(model_path=folder, **(defaults | options)) as engine:
-        yield engine
+    return Engine(model_path=folder, **(defaults | options))
 
 
 def measure_speculation(bench: Bench, rows: Rows) -> None:
