@@ -5,13 +5,12 @@ compare/ is Headrace beside other servers, fleet/ simulated replicas, gpu/ `scri
 
 - Shared: program.py (command line, JSON), servers.py (a server for as long as it is measured), contest.py (calls in turns beside peers)
 - Of results: ratios.py (what the second server of one gives over the first)
-- Ranks: collectives.py, two_batches.py (steps in halves over slow sums)
 - Kernels and encoders: kernels.py, encoders.py, vision.py
 - The host: scheduler_turn.py, host_path.py
 - Grammars: constrained.py, maskbench.py, hostile_grammars.py
 - What others notice: images_beside_streams.py, recovery.py (of a part that is killed), weight_updates.py (while requests run)
 - KV that is kept in files: kv_files.py
-- Replicas: replicas.py (real ones beside the simulated), disaggregation.py (prefill and decode on different servers)
+- Prefill and decode on different servers: disaggregation.py
 - Output, not time: families.py, rank_equality.py, speculation_equality.py, embedding_agreement.py, gguf_types.py, gguf_tokenizers.py
 - A mix of clients for hours: soak.py (`scripts/soak`)
 

@@ -34,52 +34,42 @@ LIMIT_S = 400
 PROMPT_TOKENS = 70
 
 # Every field of a config that has one of these names gets this value; what a family spells in its own way is in _OWN.
-_SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "unpadded_vocab_size", "n_token", "n_words"), VOCAB),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size", "word_embed_proj_dim"), 64),
-    **dict.fromkeys(
-        ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "d_inner", "ffn_hidden_size", "dff"), 96
-    ),
-    **dict.fromkeys(("expert_ffn_hidden_size", "moe_intermediate_size", "shared_intermediate_size"), 48),
-    **dict.fromkeys(("shared_expert_intermediate_size", "prefix_dense_intermediate_size", "encoder_ffn_dim"), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 4),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "swa_num_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "kv_channels", "attention_head_dim", "global_head_dim"), 16),
-    **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "context_length"), POSITIONS
-    ),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"), 1),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 16),
-    **dict.fromkeys(("index_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
-    **dict.fromkeys(("index_n_heads", "linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 4),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), 21),
-    **dict.fromkeys(("mamba_d_ssm", "lru_width"), 128),
-    **dict.fromkeys(("mamba_n_heads", "n_mamba_heads", "mamba_num_heads"), 8),
-    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_chunk_size", "chunk_size"), 16),
-    **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1),
-    **dict.fromkeys(("vocab_size_per_layer_input",), VOCAB),
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "index_topk": 512,
-    "hidden_size_per_layer_input": 16,
-    "num_kv_shared_layers": 0,
-    "mamba_head_dim": 16,
-    "rotary_dim": 8,
-    "is_decoder": True,
-}
+_NAMES: tuple[tuple[Any, str], ...] = (
+    (VOCAB, "vocab_size unpadded_vocab_size n_token n_words vocab_size_per_layer_input"),
+    (POSITIONS, "max_position_embeddings n_positions max_seq_len model_max_length context_length"),
+    (64, "hidden_size n_embd d_model emb_dim embedding_size word_embed_proj_dim"),
+    (96, "intermediate_size n_inner ffn_dim decoder_ffn_dim d_inner ffn_hidden_size dff"),
+    (48, "expert_ffn_hidden_size moe_intermediate_size shared_intermediate_size shared_expert_intermediate_size"),
+    (48, "prefix_dense_intermediate_size encoder_ffn_dim"),
+    (4, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers"),
+    (4, "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads"),
+    (4, "encoder_attention_heads swa_num_attention_heads index_n_heads"),
+    (2, "num_key_value_heads num_kv_heads swa_num_key_value_heads"),
+    (16, "head_dim swa_head_dim kv_channels attention_head_dim global_head_dim index_head_dim"),
+    (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+    (2, "num_experts_per_tok moe_k moe_topk num_experts_per_token top_k_experts"),
+    (1, "n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts"),
+    (1, "first_k_dense_replace"),
+    (16, "q_lora_rank kv_lora_rank o_lora_rank hidden_size_per_layer_input"),
+    (16, "linear_key_head_dim linear_value_head_dim linear_head_dim"),
+    (4, "linear_num_key_heads linear_num_value_heads linear_num_heads"),
+    (21, "sliding_window sliding_window_size window_size attention_window_size"),
+    (128, "mamba_d_ssm lru_width"),
+    (8, "mamba_n_heads n_mamba_heads mamba_num_heads rotary_dim"),
+    (16, "mamba_d_state state_size ssm_state_size mamba_chunk_size chunk_size mamba_head_dim"),
+    (512, "index_topk"),
+    (0, "num_kv_shared_layers pad_token_id"),
+    (1, "bos_token_id decoder_start_token_id"),
+    (2, "eos_token_id"),
+    (True, "is_decoder"),
+)
+_SIZES = {name: value for value, names in _NAMES for name in names.split()}
+_DBRX_EXPERTS = {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}
 _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "intermediate_size": None},
     "gemma3": {"mm_tokens_per_image": 49},
     "gpt2": {"n_inner": None},
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2},
-        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
-    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2}, "ffn_config": _DBRX_EXPERTS},
     "falcon": {"new_decoder_architecture": True},
     "gemma3n_text": {"laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4},
     "opt": {"activation_function": "relu"},
@@ -106,13 +96,8 @@ class Result:
     detail: str
 
 
-def tiny_config(model_type: str) -> Any:
-    """A transformers config of toy size."""
-    config_class = transformers.CONFIG_MAPPING[model_type]
-    return config_class(**_sizes(config_class, model_type))
-
-
 def _sizes(config_class: Any, model_type: str) -> dict[str, Any]:
+    """Those of a transformers config of toy size."""
     fields = {field.name for field in dataclasses.fields(config_class)}
     changes = {name: value for name, value in _SIZES.items() if name in fields}
     if "qk_rope_head_dim" in fields:
@@ -153,18 +138,12 @@ def difference_of(folder: Path, tokens: list[int], want: torch.Tensor, **options
         **options,
     ) as engine:
         # The logprobs of a prompt are of the tokens before: one token more shows those after the last.
-        answer = engine.generate(
-            input_ids=[*tokens, tokens[0]],
-            sampling_params={"max_new_tokens": 0},
-            return_logprob=True,
-            logprob_start_len=0,
-            top_logprobs_num=VOCAB,
-        )
-    rows = answer["meta_info"]["input_top_logprobs"][1:]
-    found = [
-        abs(logprob - float(row[token_id])) for row, top in zip(want, rows, strict=True) for logprob, token_id, _ in top
-    ]
-    return max(found) / float(want.abs().max())
+        asked: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": VOCAB}
+        answer = engine.generate(input_ids=[*tokens, tokens[0]], sampling_params={"max_new_tokens": 0}, **asked)
+    largest = 0.0
+    for row, top in zip(want, answer["meta_info"]["input_top_logprobs"][1:], strict=True):
+        largest = max(largest, *(abs(logprob - float(row[token_id])) for logprob, token_id, _ in top))
+    return largest / float(want.abs().max())
 
 
 def attempt(model_type: str, folder: Path) -> Result:
@@ -174,10 +153,10 @@ def attempt(model_type: str, folder: Path) -> Result:
     except HeadraceError as error:
         return Result(model_type, "refused", error.message)
     try:
-        config = tiny_config(model_type)
-        reference = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", dtype=torch.float32
-        )
+        config_class = transformers.CONFIG_MAPPING[model_type]
+        config = config_class(**_sizes(config_class, model_type))
+        kind = transformers.AutoModelForCausalLM
+        reference = kind.from_config(config, attn_implementation="eager", dtype=torch.float32)
         randomise(reference)
         reference.eval().save_pretrained(folder)
         tokens = torch.randint(3, VOCAB, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -225,24 +204,21 @@ def markdown(results: list[Result]) -> str:
     """The table of docs/models.md: families by what became of them, refused ones by the reason."""
     groups: dict[str, list[str]] = {}
     for result in results:
-        detail = " ".join(result.detail.split())
-        if result.outcome == "runs":
-            reason = "**runs**"
-        elif result.outcome == "refused":
-            detail = re.sub(
-                rf"^config\.json: |^model: |model.type '?{result.model_type}\S* (cannot be served: |is not supported: )?|\. Supported are .*",
-                "",
-                detail,
-            )
-            reason = re.sub(r"\d+", "N", detail)
-        else:
-            reason = f"*{result.outcome}*"
+        reason = {"runs": "**runs**", "refused": _reason(result)}.get(result.outcome, f"*{result.outcome}*")
         groups.setdefault(reason, []).append(f"`{result.model_type}`")
-    order = sorted(
-        groups, key=lambda reason: (reason != "**runs**", reason.startswith("*"), -len(groups[reason]), reason)
-    )
-    rows = [f"| {reason} | {', '.join(groups[reason])} |" for reason in order]
+
+    def place(reason: str) -> tuple[bool, bool, int, str]:
+        return reason != "**runs**", reason.startswith("*"), -len(groups[reason]), reason
+
+    rows = [f"| {reason} | {', '.join(groups[reason])} |" for reason in sorted(groups, key=place)]
     return "\n".join(["| | families |", "|---|---|", *rows])
+
+
+def _reason(result: Result) -> str:
+    """Of a refusal, in the words that all families share: without the type, with N in place of numbers."""
+    named = rf"model.type '?{result.model_type}\S* (cannot be served: |is not supported: )?"
+    detail = " ".join(result.detail.split())
+    return re.sub(r"\d+", "N", re.sub(rf"^config\.json: |^model: |{named}|\. Supported are .*", "", detail))
 
 
 def main() -> int:

@@ -4,20 +4,18 @@ Owns the shapes and what each op must read and compute at least. Does not own th
 more memory than the processor caches hold, as the layers of a model do; the shapes are timed in turns. Runs in the main process.
 """
 
-from collections.abc import Callable, Iterator
+import argparse
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import cycle
-from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from bench.program import counts, parser_of, refusals, report_of, words
+from bench.program import counts, names_of, parser_of, refusals, report_of, table_of, words
 from headrace import kernels
 from headrace.benchmark.figures import timing
 from headrace.benchmark.results import write_json
@@ -46,20 +44,6 @@ SHAPES = {"135m": ModelShape(576, 1536, 9, 3, 64, 49152), "1b": ModelShape(2048,
 
 
 @dataclass(frozen=True, slots=True)
-class KernelOptions:
-    """What to time. shapes: names of SHAPES. ops: those whose name begins with one of these; empty = all. context: keys of a row."""
-
-    shapes: tuple[str, ...] = ("135m", "1b")
-    ops: tuple[str, ...] = ()
-    rows: tuple[int, ...] = (1, 8, 32, 256)
-    context: int = 256
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    repeat: int = 20
-    num_threads: int | None = None
-    output: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Case:
     """One op on one shape. num_bytes: read and written at least. flops: multiply and add count as two; 0 where bytes are what counts."""
 
@@ -72,13 +56,8 @@ class Case:
     run: Callable[[], object]
 
 
-def run_kernels(options: KernelOptions, console: Console) -> dict[str, Any]:
-    """Measure, print, write; the results document. Raises ConfigError for an unknown shape or op."""
-    unknown = [name for name in options.shapes if name not in SHAPES]
-    if unknown or not options.rows or options.repeat < 1:
-        raise ConfigError(
-            f"unknown shapes {unknown}: known are {', '.join(SHAPES)}; --rows and --repeat must not be empty"
-        )
+def run_kernels(options: argparse.Namespace, console: Console) -> None:
+    """Measure, print, write. Raises ConfigError for an unknown op."""
     if options.num_threads is not None:
         kernels.set_num_threads(options.num_threads)
     before = machine_limits()
@@ -92,7 +71,7 @@ def run_kernels(options: KernelOptions, console: Console) -> dict[str, Any]:
     if not results:
         raise ConfigError(f"no op begins with {', '.join(options.ops)}")
     subject = {
-        "options": {key: value for key, value in asdict(options).items() if key != "output"},
+        "options": {key: value for key, value in vars(options).items() if key != "output"},
         "num_threads": kernels.num_threads(),
         "implementations": {row.op: row.implementation for row in kernels.report()},
         "limits": asdict(limits),
@@ -101,33 +80,23 @@ def run_kernels(options: KernelOptions, console: Console) -> dict[str, Any]:
     print_kernels(console, content)
     if options.output is not None:
         write_json(options.output, content)
-    return content
 
 
 def print_kernels(console: Console, content: dict[str, Any]) -> None:
     """The document's results as a table."""
     limits = content["limits"]
-    console.print(
-        f"this machine reads {limits['read_bytes_per_s'] / 1e9:.1f} GB/s and computes "
-        f"{limits['fma_flops_per_s'] / 1e9:.0f} GFLOP/s; times are medians",
-        highlight=False,
-    )
+    reads, computes = limits["read_bytes_per_s"] / 1e9, limits["fma_flops_per_s"] / 1e9
+    said = f"this machine reads {reads:.1f} GB/s and computes {computes:.0f} GFLOP/s; times are medians"
+    console.print(said, highlight=False)
     for shape in dict.fromkeys(row["shape"] for row in content["results"]):
-        table = Table(title=f"Kernels, shapes of a {shape} model", title_justify="left")
-        for name in ("op", "sizes", "rows", "us", "GB/s", "GFLOP/s"):
-            table.add_column(name, justify="left" if name in ("op", "sizes") else "right", no_wrap=True)
+        numbers = ("rows", "us", "GB/s", "GFLOP/s")
+        table = table_of(f"Kernels, shapes of a {shape} model", ("op", "sizes"), numbers)
         for row in content["results"]:
-            if row["shape"] != shape:
-                continue
-            median_s = row["time"]["median_s"]
-            table.add_row(
-                row["op"],
-                row["detail"],
-                str(row["rows"]),
-                f"{median_s * 1e6:.1f}",
-                f"{row['num_bytes'] / median_s / 1e9:.1f}",
-                f"{row['flops'] / median_s / 1e9:.0f}" if row["flops"] else "-",
-            )
+            if row["shape"] == shape:
+                median_s = row["time"]["median_s"]
+                rates = f"{median_s * 1e6:.1f}", f"{row['num_bytes'] / median_s / 1e9:.1f}"
+                flops = f"{row['flops'] / median_s / 1e9:.0f}" if row["flops"] else "-"
+                table.add_row(row["op"], row["detail"], str(row["rows"]), *rates, flops)
         print_table(console, table)
 
 
@@ -140,14 +109,12 @@ def _measure(cases: list[Case], repeat: int) -> list[dict[str, Any]]:
             elapsed = perf_counter() - begin
             if turn >= _WARM_UP:
                 seconds[index].append(elapsed)
-    fields = ("op", "shape", "detail", "rows", "num_bytes", "flops")
-    return [
-        {**{field: getattr(case, field) for field in fields}, "time": asdict(timing(times))}
-        for case, times in zip(cases, seconds, strict=True)
-    ]
+    names = ("op", "shape", "detail", "rows", "num_bytes", "flops")
+    fields = [{name: getattr(case, name) for name in names} for case in cases]
+    return [row | {"time": asdict(timing(times))} for row, times in zip(fields, seconds, strict=True)]
 
 
-def _groups(name: str, options: KernelOptions) -> Iterator[list[Case]]:
+def _groups(name: str, options: argparse.Namespace) -> Iterator[list[Case]]:
     """Every op of a model over all rows, in groups that share memory: linears, attention (decode: a row is a sequence), the rest."""
     s = SHAPES[name]
     dtype = getattr(torch, options.dtype)
@@ -178,16 +145,12 @@ def _linears(shape: str, part: str, n: int, k: int, all_rows: tuple[int, ...], d
 
     def case(rows: int) -> Case:
         x, out = torch.randn(rows, k), torch.empty(rows, n)
-        moved = weight_bytes + rows * (n + k) * _FLOAT
-        return Case(
-            f"linear {part}",
-            shape,
-            f"{n} x {k}",
-            rows,
-            moved,
-            2 * rows * n * k,
-            lambda: kernels.linear(x, next(copies), out),
-        )
+        moved, flops = weight_bytes + rows * (n + k) * _FLOAT, 2 * rows * n * k
+
+        def run() -> object:
+            return kernels.linear(x, next(copies), out)
+
+        return Case(f"linear {part}", shape, f"{n} x {k}", rows, moved, flops, run)
 
     return [case(rows) for rows in all_rows]
 
@@ -201,14 +164,11 @@ def _rowwise(name: str, s: ModelShape, rows: int, context: int) -> list[Case]:
     positions = torch.arange(rows, dtype=torch.int32)
     table = torch.ones(max(rows, context), s.head_dim // 2)
     heads = f"{s.num_q_heads}+{s.num_kv_heads} x {s.head_dim}"
-    gates: tuple[tuple[str, Callable[[torch.Tensor], torch.Tensor]], ...] = (
-        ("silu_mul", kernels.silu_mul),
-        ("gelu_tanh_mul", kernels.gelu_tanh_mul),
-    )
     return [
         Case("rms_norm", name, f"{s.hidden} + residual", rows, 4 * x.numel() * _FLOAT, 0,
              lambda: kernels.rms_norm(x, weight, 1e-5, residual)),
-        *(Case(op, name, str(s.intermediate), rows, gate_bytes, 0, partial(run, gate_up)) for op, run in gates),
+        Case("silu_mul", name, str(s.intermediate), rows, gate_bytes, 0, lambda: kernels.silu_mul(gate_up)),
+        Case("gelu_tanh_mul", name, str(s.intermediate), rows, gate_bytes, 0, lambda: kernels.gelu_tanh_mul(gate_up)),
         Case("rotary", name, heads, rows, 2 * (q.numel() + k.numel()) * _FLOAT, 0,
              lambda: kernels.rotary(q, k, positions, table, table)),
     ]  # fmt: skip
@@ -250,10 +210,8 @@ def _masked_draw(name: str, vocab: int, logits: torch.Tensor, num_allowed: int) 
     # A word of the mask without a bit reads no logits.
     num_bytes = masks.nbytes + int((masks != 0).sum()) * 32 * _FLOAT
     detail = f"{vocab}, {num_allowed} allowed"
-    parameters = (torch.full((rows,), 0.8), off, torch.ones(rows, dtype=torch.float64), off, u)
-    return Case(
-        "draw", name, detail, rows, num_bytes, 0, lambda: kernels.draw(logits, *parameters, masks, torch.arange(rows))
-    )
+    inputs = (logits, torch.full((rows,), 0.8), off, torch.ones(rows, dtype=torch.float64), off, u, masks)
+    return Case("draw", name, detail, rows, num_bytes, 0, lambda: kernels.draw(*inputs, torch.arange(rows)))
 
 
 def _attention(shape: str, s: ModelShape, num_seqs: int, context: int, new_tokens: int, dtype: torch.dtype) -> Case:
@@ -262,11 +220,8 @@ def _attention(shape: str, s: ModelShape, num_seqs: int, context: int, new_token
     pages_each = -(-context // kernels.PAGE_SIZE)
     k_shape, v_shape = kernels.kv_cache_shapes(num_seqs * pages_each, s.num_kv_heads, s.head_dim, dtype)
     kv_bytes = 2 * num_seqs * context * s.num_kv_heads * s.head_dim * dtype.itemsize
-    pairs = [
-        (torch.randn(k_shape).to(dtype), torch.randn(v_shape).to(dtype))
-        for _ in range(max(1, min(64, _ROUND_BYTES // kv_bytes)))
-    ]
-    caches = cycle(pairs)
+    num_caches = max(1, min(64, _ROUND_BYTES // kv_bytes))
+    caches = cycle([(torch.randn(k_shape).to(dtype), torch.randn(v_shape).to(dtype)) for _ in range(num_caches)])
     tokens = num_seqs * new_tokens
     q = torch.randn(tokens, s.num_q_heads, s.head_dim)
     page_table = torch.randperm(num_seqs * pages_each).to(torch.int32).view(num_seqs, pages_each)
@@ -284,18 +239,24 @@ def _attention(shape: str, s: ModelShape, num_seqs: int, context: int, new_token
     return Case(f"attention {kind}", shape, detail, tokens, kv_bytes + 2 * q.numel() * _FLOAT, flops, run)
 
 
-def main() -> None:
-    """See the module docstring."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--shapes", type=words, default="135m,1b", help="models whose shapes to time")
-    parser.add_argument("--ops", type=words, default="", help="ops to time; empty: all")
+    parser.add_argument("--shapes", type=names_of(tuple(SHAPES)), default="135m,1b", help="models whose shapes to time")
+    parser.add_argument(
+        "--ops", type=words, default="", help="ops to time, by the beginnings of their names; empty: all"
+    )
     parser.add_argument("--rows", type=counts, default="1,8,32,256", help="numbers of rows of a call")
     parser.add_argument("--context", type=int, default=256, help="number of keys that attention reads")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV")
     parser.add_argument("--repeat", type=int, default=20, help="calls per shape")
     parser.add_argument("--num-threads", type=int, help="default: the cores that this process may use")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """See the module docstring."""
     with refusals():
-        run_kernels(KernelOptions(**vars(parser.parse_args())), Console())
+        run_kernels(parse(), Console())
 
 
 if __name__ == "__main__":

@@ -4,12 +4,17 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from headrace.benchmark.results import header, write_json
 from headrace.errors import HeadraceError
+
+Name = TypeVar("Name", bound=str)
 
 
 def parser_of(description: str | None, *, output: bool = True) -> argparse.ArgumentParser:
@@ -32,6 +37,29 @@ def counts(text: str) -> tuple[int, ...]:
     if not all(word.isdigit() and int(word) > 0 for word in words(text)):
         raise argparse.ArgumentTypeError(f"takes positive whole numbers, separated by commas, got {text!r}")
     return tuple(map(int, words(text)))
+
+
+def names_of(known: Sequence[Name]) -> Callable[[str], tuple[Name, ...]]:
+    """The same of names that are known, at least one."""
+
+    def chosen(text: str) -> tuple[Name, ...]:
+        given = words(text)
+        if not given or not set(given) <= set(known):
+            raise argparse.ArgumentTypeError(f"takes any of {', '.join(known)}, got {text!r}")
+        return tuple(name for word in given for name in known if name == word)
+
+    return chosen
+
+
+def table_of(title: str, texts: Sequence[str], numbers: Sequence[str], caption: str | None = None) -> Table:
+    """An empty table. texts, numbers: the names of its columns, those of numbers behind the others and on the right."""
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD)
+    table.pad_edge, table.collapse_padding = False, True
+    for name in texts:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import psutil
 
-from headrace.benchmark.http_stream import post
+from headrace.benchmark.http_stream import StreamReply, post
 from headrace.errors import ConfigError
 
 _LOG_LINES = 20
@@ -139,6 +139,11 @@ async def arrivals(url: str, text: str, num_tokens: int) -> list[float]:
     reply = await post(f"{url}/generate", body, {"Content-Type": "application/json"}, 900)
     if reply.status != 200 or reply.error is not None:
         raise ConfigError(f"{url} answered {reply.status}: {reply.error or reply.body[:200]!r}")
+    return token_times(reply)
+
+
+def token_times(reply: StreamReply) -> list[float]:
+    """When each token of a stream came."""
     return [now_s for now_s, piece in reply.pieces for _ in range(piece.count(b"data: {"))]
 
 

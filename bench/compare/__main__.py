@@ -5,7 +5,6 @@ that idle servers are idle, measure all presets in turns, stop the servers. How 
 for tokens greedy.py, measuring is `headrace.benchmark.serving`, arithmetic and plot are `ratios.py`.
 """
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -16,42 +15,21 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from bench.compare import peers, ratios
 from bench.compare.greedy import continue_all
-from bench.compare.peers import (
-    HERE,
-    MODELS,
-    PEERS,
-    PRECISIONS,
-    QUANTIZATIONS,
-    ComparedServer,
-    Precision,
-    ServerCommand,
-    quantized_command,
-)
-from bench.compare.ratios import (
-    COMPARED_PRESETS,
-    LATENCIES,
-    LATENCY_PRESETS,
-    RATE,
-    Measured,
-    draw,
-    latency_table,
-    rate_key,
-    rate_table,
-    ratios,
-)
-from bench.program import parser_of, refusals
+from bench.compare.peers import ComparedServer, Precision, ServerCommand, quantized_command
+from bench.compare.ratios import RATE, Measured
+from bench.program import names_of, parser_of, refusals, table_of
 from bench.servers import free_port, leave_on_sigterm
 from headrace.benchmark.agreement import PROMPTS, Agreement, Greedy, agreement
-from headrace.benchmark.figures import Summary
 from headrace.benchmark.machine import this_machine
 from headrace.benchmark.results import Result, document, print_results, write_json
 from headrace.benchmark.serving import LoadOptions, measure, run_client
@@ -62,7 +40,8 @@ from headrace.errors import ConfigError
 from headrace.text.tokenizers import Tokenizer, load_tokenizer
 
 OURS = "Headrace"
-_OURS = [name for names in QUANTIZATIONS.values() for name in names]
+_OURS = [name for names in peers.QUANTIZATIONS.values() for name in names]
+_ROUNDS = "requests of a preset for each that runs at a time, at most its own number (default: %(default)s)"
 _MODEL = "smollm2"
 _BUSY_SHARE = 0.1  # of a core: what a server may take while nobody asks it anything
 _DURATIONS = """about how long, on 2 cores of an AMD EPYC (Zen 5) with --rounds 2, in seconds for each server and repetition:
@@ -95,29 +74,27 @@ def figures_of(precision: Precision, result: Result) -> list[Measured]:
     errors = sum(summary.num_errors for summary in result.repetitions)
     is_ours = result.target.startswith(OURS)
 
-    def over_repetitions(figure: str, value: Callable[[Summary], float]) -> Measured:
-        values = [value(summary) for summary in result.repetitions]
-        median, lowest, highest = statistics.median(values), min(values), max(values)
-        return Measured(precision, result.preset, result.target, is_ours, figure, median, lowest, highest, errors)
-
-    figures = [over_repetitions(RATE, lambda summary: float(getattr(summary, rate_key(result.preset))))]
-    if result.preset in LATENCY_PRESETS:
+    figures = {RATE: ratios.rate_key(result.preset)}
+    if result.preset in ratios.LATENCY_PRESETS:
+        figures |= ratios.LATENCIES
+    found = []
+    for figure, place in figures.items():
         # A run without one answer has no latencies; it has errors, so that no ratio is made of the 0.
-        figures += [over_repetitions(name, partial(_latency, of)) for name, of in LATENCIES.items()]
-    return figures
-
-
-def _latency(of: tuple[str, str], summary: Summary) -> float:
-    return getattr(getattr(summary, of[0]), of[1]) or 0.0
+        values = [attrgetter(place)(summary) or 0.0 for summary in result.repetitions]
+        median, lowest, highest = statistics.median(values), min(values), max(values)
+        found.append(
+            Measured(precision, result.preset, result.target, is_ours, figure, median, lowest, highest, errors)
+        )
+    return found
 
 
 def reference_tokens(prompts: Sequence[TokenIds]) -> Greedy:
     """Continuations by transformers in float32. Raises ConfigError when it fails."""
-    model = MODELS / "hf"
+    model = peers.MODELS / "hf"
     if not model.exists():
         raise ConfigError(f"the reference needs {model}; run bench/compare/setup first")
     done = subprocess.run(
-        [sys.executable, str(HERE / "reference_texts.py"), str(model)],
+        [sys.executable, str(peers.HERE / "reference_texts.py"), str(model)],
         input=json.dumps(list(prompts)), capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0:
@@ -177,16 +154,15 @@ def start_and_run_class(
 
         def start(command_at: Callable[[int], ServerCommand]) -> ComparedServer:
             port = free_port()
-            command = command_at(port)
-            server = stack.enter_context(ComparedServer(command, port, logs / f"{port}.log"))
-            ready[command.name] = server.wait_until_ready()
-            console.print(f"{command.name}: ready after {ready[command.name]:.1f} s", highlight=False)
+            server = stack.enter_context(ComparedServer(command_at(port), port, logs / f"{port}.log"))
+            ready[server.name] = server.wait_until_ready()
+            console.print(f"{server.name}: ready after {ready[server.name]:.1f} s", highlight=False)
             return server
 
         ours = [start(partial(quantized_command, name)) for name in options.ours_of(precision)]
-        peers = {name: start(partial(PEERS[name], precision)) for name in options.all_peers}
+        theirs = {name: start(partial(peers.PEERS[name], precision)) for name in options.all_peers}
         turns = [
-            Turns(presets, ours + [peers[name] for name in names]) for presets, names in options.presets_and_peers()
+            Turns(presets, ours + [theirs[name] for name in names]) for presets, names in options.presets_and_peers()
         ]
         done = run_client(run_class(precision, turns, tokenizer, reference, options.load, console))
     for name, seconds in ready.items():
@@ -198,52 +174,38 @@ def report(runs: Sequence[ClassRun], load: LoadOptions, console: Console) -> Non
     """Print the tables; write the JSON and the plot that were asked for."""
     results = [result for run in runs for result in run.results]
     measured = [figure for run in runs for figure in run.measured]
-    found = ratios(measured)
+    found = ratios.ratios(measured)
     servers = {name: said for run in runs for name, said in run.servers.items()}
     agreements = {name: each for run in runs for name, each in run.agreements.items()}
     content = document("compare", servers, results, load.described(), load.limits, command="python -m bench.compare")
-    content["classes"] = [
-        {
-            "class": run.precision,
-            "servers": list(run.servers),
-            "agreement": [{"server": name, **asdict(each)} for name, each in run.agreements.items()],
-        }
-        for run in runs
-    ]
+    content["classes"] = []
+    for run in runs:
+        exactness = [{"server": name, **asdict(each)} for name, each in run.agreements.items()]
+        content["classes"].append({"class": run.precision, "servers": list(run.servers), "agreement": exactness})
     content["ratios"] = [{**asdict(each), "is_reached": each.is_reached} for each in found]
     print_results(console, results)
-    print_conditions(console, load)
+    machine = this_machine()
+    where = f"{machine.cpu}, {machine.num_cores} cores"
+    console.print(f"{where}, {machine.memory_gib} GiB, {' '.join(machine.isa)}", highlight=False)
+    for name in preset_names(load.presets):
+        console.print(f"  {name}: {PRESETS[name].description}", highlight=False)
     console.print(server_table(servers, agreements))
-    console.print(rate_table(found, agreements))
+    console.print(ratios.rate_table(found, agreements))
     if any(each.figure != RATE for each in found):
-        console.print(latency_table(found))
+        console.print(ratios.latency_table(found))
     if load.output is not None:
         write_json(load.output, content)
         console.print(f"results written to {load.output}", highlight=False)
     if load.plot is not None:
-        machine = content["machine"]
         commit = (content["commit"] or "no commit")[:10] + ("+" if content["dirty"] else "")
-        draw(load.plot, measured, found, f"{machine['cpu']}, {machine['num_cores']} cores · {commit}")
+        ratios.draw(load.plot, measured, found, f"{where} · {commit}")
         console.print(f"plot written to {load.plot}", highlight=False)
-
-
-def print_conditions(console: Console, load: LoadOptions) -> None:
-    """The machine, and how the requests of each preset arrive."""
-    machine = this_machine()
-    console.print(
-        f"{machine.cpu}, {machine.num_cores} cores, {machine.memory_gib} GiB, {' '.join(machine.isa)}", highlight=False
-    )
-    for name in preset_names(load.presets):
-        console.print(f"  {name}: {PRESETS[name].description}", highlight=False)
 
 
 def server_table(servers: dict[str, dict[str, Any]], agreements: dict[str, Agreement]) -> Table:
     """One row a server: what it computes in, and how close its greedy tokens are to those of float32."""
-    table = Table(title="Precision, and greedy tokens against float32", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("server", "products", "KV cache"):
-        table.add_column(name, no_wrap=True)
-    for name in ("same texts", "same tokens", "dlogprob"):
-        table.add_column(name, justify="right")
+    title, texts = "Precision, and greedy tokens against float32", ("server", "products", "KV cache")
+    table = table_of(title, texts, ("same texts", "same tokens", "dlogprob"))
     for name, said in servers.items():
         quantization = said.get("quantization", "none")
         products = quantization if quantization != "none" else said.get("activations") or said.get("dtype", "?")
@@ -258,26 +220,29 @@ def server_table(servers: dict[str, dict[str, Any]], agreements: dict[str, Agree
 class Options:
     """The command line. ours: names of `QUANTIZATIONS`. stream_peers: in presets with several requests at a time."""
 
-    classes: list[str]
-    ours: list[str]
-    peers: list[str]
-    stream_peers: list[str]
+    classes: Sequence[Precision]
+    ours: Sequence[str]
+    peers: Sequence[str]
+    stream_peers: Sequence[str]
     load: LoadOptions
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError when --ours leaves nothing of a class."""
+        for precision in self.classes:
+            if not self.ours_of(precision):
+                raise ConfigError(f"--ours names nothing of the class of {precision} bits: {', '.join(self.ours)}")
 
     @property
     def all_peers(self) -> list[str]:
         """Those of any preset that is measured."""
-        names = {name for _, peers in self.presets_and_peers() for name in peers}
-        return [name for name in PEERS if name in names]
+        names = {name for _, chosen in self.presets_and_peers() for name in chosen}
+        return [name for name in peers.PEERS if name in names]
 
     def ours_of(self, precision: Precision) -> list[str]:
-        """Our kinds of weights of a class. Raises ConfigError when --ours leaves none."""
-        names = [name for name in QUANTIZATIONS[precision] if name in self.ours]
-        if not names:
-            raise ConfigError(f"--ours names nothing of the class of {precision} bits: {', '.join(self.ours)}")
-        return names
+        """Our kinds of weights of a class."""
+        return [name for name in peers.QUANTIZATIONS[precision] if name in self.ours]
 
-    def presets_and_peers(self) -> list[tuple[list[str], list[str]]]:
+    def presets_and_peers(self) -> list[tuple[list[str], Sequence[str]]]:
         """Presets that have the same peers, together."""
         names = preset_names(self.load.presets)
         single = [name for name in names if PRESETS[name].concurrency == 1]
@@ -285,68 +250,40 @@ class Options:
         return [group for group in ((single, self.peers), (several, self.stream_peers)) if group[0]]
 
 
-def _parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Raises ConfigError for values that make no sense together."""
     parser = parser_of(__doc__)
     parser.epilog = _DURATIONS
-    parser.add_argument("--classes", default=",".join(PRECISIONS), help="bits of a weight (default: %(default)s)")
-    parser.add_argument("--ours", default=",".join(_OURS), help="our kinds of weights (default: %(default)s)")
-    parser.add_argument(
-        "--peers", default=",".join(PEERS), help="peers in presets with one request at a time (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--stream-peers", default="openvino", help="peers in presets with several at a time (default: %(default)s)"
-    )
-    parser.add_argument("--presets", default=",".join(COMPARED_PRESETS), help="workloads (default: %(default)s)")
-    parser.add_argument(
-        "--rounds", type=int, default=2,
-        help="requests of a preset for each that runs at a time, at most its own number (default: %(default)s)",
-    )  # fmt: skip
+    for option, known, default, what in (
+        ("--classes", peers.PRECISIONS, peers.PRECISIONS, "bits of a weight"),
+        ("--ours", _OURS, _OURS, "our kinds of weights"),
+        ("--peers", tuple(peers.PEERS), tuple(peers.PEERS), "peers in presets with one request at a time"),
+        ("--stream-peers", tuple(peers.PEERS), ("openvino",), "peers in presets with several at a time"),
+        ("--presets", ratios.COMPARED_PRESETS, ratios.COMPARED_PRESETS, "workloads"),
+    ):
+        what += " (default: %(default)s)"
+        parser.add_argument(option, type=names_of(known), default=",".join(default), help=what)
+    parser.add_argument("--rounds", type=int, default=2, help=_ROUNDS)
     parser.add_argument("--repeat", type=int, default=1, help="repetitions; the median counts (default: %(default)s)")
     parser.add_argument("--plot", type=Path, help="plot to write, .svg or .png")
-    return parser.parse_args(arguments)
-
-
-def _chosen(text: str, known: Sequence[str], option: str) -> list[str]:
-    """Names of a comma-separated list. Raises ConfigError for one that is unknown."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names or not set(names) <= set(known):
-        raise ConfigError(f"{option} takes any of {', '.join(known)}, got {text!r}")
-    return names
-
-
-def _options(given: argparse.Namespace) -> Options:
-    """Raises ConfigError for a value that is unknown or makes no sense."""
-    options = Options(
-        classes=_chosen(given.classes, PRECISIONS, "--classes"),
-        ours=_chosen(given.ours, _OURS, "--ours"),
-        peers=_chosen(given.peers, list(PEERS), "--peers"),
-        stream_peers=_chosen(given.stream_peers, list(PEERS), "--stream-peers"),
-        load=LoadOptions(
-            presets=",".join(_chosen(given.presets, COMPARED_PRESETS, "--presets")), tokenizer=_MODEL, repeat=given.repeat, rounds=given.rounds,
-            output=given.output, plot=given.plot,
-        ),
-    )  # fmt: skip
-    for precision in PRECISIONS:
-        if precision in options.classes:
-            options.ours_of(precision)
-    return options
+    given = vars(parser.parse_args(arguments))
+    presets = ",".join(given.pop("presets"))
+    load = {name: given.pop(name) for name in ("repeat", "rounds", "output", "plot")}
+    return Options(**given, load=LoadOptions(presets=presets, tokenizer=_MODEL, **load))
 
 
 def main() -> None:
     """The command python -m bench.compare."""
-    given = _parse()
     leave_on_sigterm()
     console = Console()
     with refusals():
-        options = _options(given)
+        options = parse()
         tokenizer = load_tokenizer(resolve_model(_MODEL))
         console.print("[dim]greedy tokens of the reference: transformers, float32[/dim]")
         reference = reference_tokens([tokenizer.encode(text, add_special_tokens=False) for text in PROMPTS])
-        runs: list[ClassRun] = []
-        for precision in PRECISIONS:
-            if precision not in options.classes:
-                continue
-            console.rule(f"class of {precision} bits ({len(runs) + 1} of {len(options.classes)})")
+        runs = []
+        for number, precision in enumerate(options.classes, 1):
+            console.rule(f"class of {precision} bits ({number} of {len(options.classes)})")
             runs.append(start_and_run_class(precision, options, tokenizer, reference, console))
         report(runs, options.load, console)
 

@@ -3,7 +3,8 @@
 OpenVINO GenAI has no server. This one does as little as a server can, so that what is measured is the pipeline: HTTP by hand on
 asyncio streams, one event a request and step, one wake-up of the event loop a step. Greedy requests of token ids only. `POST /generate`
 answers once with token ids and logprobs, as Headrace's does, for the check of agreement.
-Runs in bench/compare/.venv: the pipeline in one process, HTTP in another.
+Runs in bench/compare/.venv: the pipeline in one process, HTTP in another. With --precision it compiles the model and says as JSON what OpenVINO
+computes it in on this processor, and serves nothing.
 """
 
 import argparse
@@ -205,20 +206,38 @@ def _reply(writer: asyncio.StreamWriter, status: int, body: dict[str, Any]) -> N
     writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
 
 
-async def main() -> None:
+def precision(model: Path) -> dict[str, str]:
+    """By the names of Headrace's /server_info."""
+    compiled = openvino.Core().compile_model(model / "openvino_model.xml", "CPU")
+    return {
+        "activations": compiled.get_property("INFERENCE_PRECISION_HINT").to_string(),
+        "kv_cache_dtype": compiled.get_property("KV_CACHE_PRECISION").to_string(),
+        "dynamic_quantization_group_size": str(compiled.get_property("DYNAMIC_QUANTIZATION_GROUP_SIZE")),
+    }
+
+
+async def serve(model: Path, port: int) -> None:
     """Load, then serve until the process is ended."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path, help="folder with the IR and tokenizer.json")
-    parser.add_argument("--port", type=int, required=True)
-    options = parser.parse_args()
-    pipeline = Pipeline(options.model)
-    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    pipeline = Pipeline(model)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer.decoder = ByteLevel()  # tokenizer.json was made from a GGUF file, which names no decoder
-    server = Server(pipeline, tokenizer, options.model.name)
-    listener = await asyncio.start_server(server.serve_connection, "127.0.0.1", options.port)
+    server = Server(pipeline, tokenizer, model.name)
+    listener = await asyncio.start_server(server.serve_connection, "127.0.0.1", port)
     async with listener:
         await listener.serve_forever()
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path, help="folder with the IR and tokenizer.json")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--precision", action="store_true")
+    options = parser.parse_args()
+    if options.precision:
+        print(json.dumps(precision(options.model)))
+    else:
+        asyncio.run(serve(options.model, options.port))
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

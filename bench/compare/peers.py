@@ -112,7 +112,7 @@ def openvino_command(precision: Precision, port: int) -> ServerCommand:
 
 
 def _ask_openvino(python: Path, model: Path) -> dict[str, str]:
-    command = [str(python), str(HERE / "openvino_precision.py"), str(model)]
+    command = [str(python), str(HERE / "openvino_completions.py"), str(model), "--precision"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ConfigError(f"OpenVINO does not say what it computes in:\n{done.stderr[-2000:]}")

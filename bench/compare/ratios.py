@@ -7,20 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from bench.program import table_of
 from headrace.benchmark.agreement import Agreement
 from headrace.benchmark.results import save_figure
 from headrace.benchmark.workloads import PRESETS
 
 RATE = "tok/s"
-LATENCIES = {
-    "TTFT p50": ("ttft_s", "p50"),
-    "TTFT p99": ("ttft_s", "p99"),
-    "ITL p50": ("itl_s", "p50"),
-    "ITL p99": ("itl_s", "p99"),
-}
+LATENCIES = {"TTFT p50": "ttft_s.p50", "TTFT p99": "ttft_s.p99", "ITL p50": "itl_s.p50", "ITL p99": "itl_s.p99"}
 """Latencies that are compared, and where a summary has them. ITL: between chunks."""
 LATENCY_PRESETS = ("B8", "B32")
 
@@ -33,6 +28,9 @@ TARGETS: dict[str, dict[str, float]] = {
 COMPARED_PRESETS = list(TARGETS["16"])
 LATENCY_TARGETS = {"TTFT p50": 1.0, "TTFT p99": 1.0, "ITL p50": 0.6, "ITL p99": 1.0}
 """What we mean to stay below, our latency over that of the peer with the best rate."""
+
+
+_COLOURS = ("#4878a8", "#e1a43b", "#7f9f5f", "#a56a9c")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,83 +107,58 @@ def _ratio(ours: Measured, measured: Sequence[Measured]) -> Ratio:
 
 def rate_table(found: Iterable[Ratio], agreements: Mapping[str, Agreement]) -> Table:
     """One row a class and preset; 80 columns wide at most. agreements: of each server with float32, which stands beside each rate."""
-    table = _table(
+    table = table_of(
         "Headrace against the best peer (tok/s)",
+        ("ours is", "preset"),
+        ("ours", "same", "dlp", "peer", "same", "dlp", "best peer", "ratio", "goal"),
         "same, dlp: greedy texts, mean |difference of logprobs| against float32",
     )
-    for name in ("ours is", "preset"):
-        table.add_column(name, style="bold cyan", no_wrap=True)
-    for name in ("ours", "same", "dlp", "peer", "same", "dlp"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("best peer", no_wrap=True)
-    for name in ("ratio", "goal"):
-        table.add_column(name, justify="right", no_wrap=True)
-    last = None
+    rows = []
     for each in found:
-        if each.figure != RATE:
-            continue
-        if last not in (None, each.server):
-            table.add_section()
-        table.add_row(
-            each.server.split()[-1] if each.server != last else "",
-            each.preset,
-            f"{each.ours:.0f}",
-            *_exactness(agreements.get(each.server)),
-            "-" if each.theirs is None else f"{each.theirs:.0f}",
-            *_exactness(agreements.get(each.peer or "")),
-            _short(each.peer),
-            _coloured(each, "-" if each.ratio is None else f"{each.ratio:.2f}"),
-            f"{each.target:.2f}",
-        )
-        last = each.server
-    return table
+        if each.figure == RATE:
+            cells = [each.preset, f"{each.ours:.0f}", *_exactness(agreements.get(each.server))]
+            cells += [
+                "-" if each.theirs is None else f"{each.theirs:.0f}",
+                *_exactness(agreements.get(each.peer or "")),
+            ]
+            rows.append(((each.server.split()[-1],), cells + _compared(each)))
+    return _filled(table, rows)
 
 
 def latency_table(found: Iterable[Ratio]) -> Table:
     """One row a class, preset and latency, in milliseconds; 80 columns wide at most."""
-    table = _table("Latency against the peer with the best rate (ms)", "ITL: between chunks")
-    for name in ("ours is", "preset", "latency"):
-        table.add_column(name, style="bold cyan", no_wrap=True)
-    for name in ("ours", "peer"):
-        table.add_column(name, justify="right")
-    table.add_column("peer is", no_wrap=True)
-    for name in ("ratio", "at most"):
-        table.add_column(name, justify="right", no_wrap=True)
-    last: tuple[str, str] | None = None
+    table = table_of(
+        "Latency against the peer with the best rate (ms)",
+        ("ours is", "preset", "latency"),
+        ("ours", "peer", "peer is", "ratio", "at most"),
+        "ITL: between chunks",
+    )
+    rows = []
     for each in found:
-        if each.figure == RATE:
-            continue
-        place = (each.server, each.preset)
-        if last not in (None, place):
-            table.add_section()
-        table.add_row(
-            *((each.server.split()[-1], each.preset) if place != last else ("", "")),
-            each.figure,
-            f"{each.ours * 1000:.0f}",
-            "-" if each.theirs is None else f"{each.theirs * 1000:.0f}",
-            _short(each.peer),
-            _coloured(each, "-" if each.ratio is None else f"{each.ratio:.2f}"),
-            f"{each.target:.2f}",
-        )
-        last = place
-    return table
+        if each.figure != RATE:
+            theirs = "-" if each.theirs is None else f"{each.theirs * 1000:.0f}"
+            cells = [each.figure, f"{each.ours * 1000:.0f}", theirs, *_compared(each)]
+            rows.append(((each.server.split()[-1], each.preset), cells))
+    return _filled(table, rows)
 
 
-def _table(title: str, caption: str) -> Table:
-    return Table(
-        title=title, title_justify="left", caption=caption, caption_justify="left", header_style="bold",
-        box=SIMPLE_HEAD, padding=0,
-    )  # fmt: skip
-
-
-def _short(peer: str | None) -> str:
-    """Its name without the format, which follows from the class."""
-    return peer.split()[0] if peer else "none"
-
-
-def _coloured(each: Ratio, text: str) -> str:
+def _compared(each: Ratio) -> list[str]:
+    """The peer, without its format, which follows from the class; the ratio and its target."""
     colour = "green" if each.is_reached else "red"
-    return f"[{colour}]{text}[/{colour}]"
+    ratio = "-" if each.ratio is None else f"{each.ratio:.2f}"
+    return [each.peer.split()[0] if each.peer else "none", f"[{colour}]{ratio}[/{colour}]", f"{each.target:.2f}"]
+
+
+def _filled(table: Table, rows: Iterable[tuple[tuple[str, ...], list[str]]]) -> Table:
+    """rows: the first cells, which are shown once for all rows that share them, in a section of their own; and the others."""
+    table.padding = 0
+    last = None
+    for first, cells in rows:
+        if last not in (None, first):
+            table.add_section()
+        table.add_row(*(first if first != last else ("",) * len(first)), *cells)
+        last = first
+    return table
 
 
 def _exactness(agreement: Agreement | None) -> tuple[str, str]:
@@ -210,39 +183,23 @@ def draw(path: Path, measured: Sequence[Measured], found: Sequence[Ratio], note:
     from matplotlib import pyplot
 
     rates = [each for each in measured if each.figure == RATE]
+    known = {(each.server, each.preset): each.ratio for each in found if each.figure == RATE}
     classes = list(dict.fromkeys(rate.precision for rate in rates))
-    figure, all_axes = pyplot.subplots(
-        len(classes), 1, figsize=(10, 3.2 * len(classes) + 0.6), squeeze=False, layout="constrained"
-    )
-    colours = ("#4878a8", "#e1a43b", "#7f9f5f", "#a56a9c")
+    size = (10, 3.2 * len(classes) + 0.6)
+    figure, all_axes = pyplot.subplots(len(classes), 1, figsize=size, squeeze=False, layout="constrained")
     for precision, axes in zip(classes, all_axes[:, 0], strict=True):
         mine = [rate for rate in rates if rate.precision == precision]
         presets = list(dict.fromkeys(rate.preset for rate in mine))
-        servers = sorted(dict.fromkeys((not rate.is_ours, rate.server) for rate in mine))
-        labels = {(each.server, each.preset): each.ratio for each in found if each.figure == RATE}
+        servers = [server for _, server in sorted({(not rate.is_ours, rate.server) for rate in mine})]
         width = 0.8 / len(servers)
-        for index, (is_peer, server) in enumerate(servers):
+        for index, server in enumerate(servers):
             bars = [rate for rate in mine if rate.server == server]
             at = [presets.index(bar.preset) + (index - (len(servers) - 1) / 2) * width for bar in bars]
-            heights = [bar.median for bar in bars]
             reach = [[bar.median - bar.lowest for bar in bars], [bar.highest - bar.median for bar in bars]]
-            drawn = axes.bar(
-                at,
-                heights,
-                width * 0.92,
-                yerr=reach,
-                capsize=2,
-                ecolor="#333333",
-                label=server,
-                color=colours[index % 4],
-            )
-            texts = [f"{bar.median:.0f}" for bar in bars]
-            if not is_peer:
-                known = [labels.get((server, bar.preset)) for bar in bars]
-                texts = [
-                    text if ratio is None else f"{text}\n×{ratio:.2f}" for text, ratio in zip(texts, known, strict=True)
-                ]
-            axes.bar_label(drawn, labels=texts, padding=2, fontsize=7)
+            style = {"color": _COLOURS[index % 4], "ecolor": "#333333", "capsize": 2}
+            drawn = axes.bar(at, [bar.median for bar in bars], width * 0.92, yerr=reach, label=server, **style)
+            labels = [_bar_label(bar.median, known.get((server, bar.preset))) for bar in bars]
+            axes.bar_label(drawn, labels=labels, padding=2, fontsize=7)
         axes.set_xticks(range(len(presets)), presets)
         axes.set_ylabel("tokens per second (log)")
         axes.set_yscale("log")
@@ -253,3 +210,7 @@ def draw(path: Path, measured: Sequence[Measured], found: Sequence[Ratio], note:
         axes.set_axisbelow(True)
     figure.suptitle(f"Output tokens per second, D: prompt tokens; ×: ours over the best peer\n{note}", fontsize="small")
     save_figure(figure, path)
+
+
+def _bar_label(rate: float, ratio: float | None) -> str:
+    return f"{rate:.0f}" if ratio is None else f"{rate:.0f}\n×{ratio:.2f}"

@@ -1,53 +1,53 @@
 """The command `python -m bench.fleet`."""
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
 import bench.fleet
 from bench.fleet.costs import read_costs
-from bench.fleet.options import FleetOptions, ReplicaOptions, WorkloadOptions, policy_names
+from bench.fleet.options import FleetOptions, ReplicaOptions, WorkloadOptions
 from bench.fleet.run import run_fleet
-from bench.program import counts, parser_of, refusals
+from bench.program import counts, names_of, parser_of, refusals
+from headrace.frontend.balancers import Method
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate what the options say."""
     parser = parser_of(bench.fleet.__doc__)
-    parser.add_argument("--replicas", type=counts, default="10", help="sizes of the fleets")
-    parser.add_argument("--policies", type=policy_names, default="round_robin,shortest_queue,cache_aware")
-    parser.add_argument("--num-requests", type=int, metavar="N", help="to each fleet; default: 100 for each replica")
-    parser.add_argument("--rate", type=float, default=1.0, help="requests per second for each replica (Poisson)")
-    parser.add_argument(
-        "--failures", type=int, default=0, metavar="N", help="N times a replica dies while requests arrive"
-    )
-    parser.add_argument("--restart-s", type=float, default=10.0, help="until it is back, with an empty cache")
-    parser.add_argument("--repeat", type=int, default=1, help="medians of N runs")
-    parser.add_argument("--seed", type=int, default=1234, help="of sessions, arrivals and failures")
-    parser.add_argument("--plot", type=Path, help="plot of hit rates, latencies and imbalance, .svg or .png")
-    sessions = parser.add_argument_group("what is asked")
-    sessions.add_argument("--groups", type=int, default=100, help="number of system prompts")
-    sessions.add_argument("--zipf", type=float, default=1.0, help="system prompt k is chosen with weight 1 / k^ZIPF")
-    sessions.add_argument("--system-tokens", type=int, default=256, help="mean length of a system prompt")
-    sessions.add_argument("--turns", type=int, default=4, help="mean number of turns of a session")
-    sessions.add_argument("--turn-tokens", type=int, default=64, help="mean length of the user's text in a turn")
-    sessions.add_argument("--output-tokens", type=int, default=32, help="mean length of an answer")
-    sessions.add_argument("--think-s", type=float, default=5.0, help="mean time from an answer to the next turn")
-    one = parser.add_argument_group("one replica")
-    one.add_argument("--step-costs", type=Path, help="results of `headrace bench step`; default: SmolLM2 on 2 cores")
-    one.add_argument("--kv-tokens", type=int, default=32768, help="size of the KV cache")
-    one.add_argument("--max-running-requests", type=int, default=32, dest="max_running", help="the others wait")
-    one.add_argument(
-        "--chunked-prefill-size", type=int, default=512, dest="chunk_tokens", help="prompt tokens in a step"
-    )
-    one.add_argument("--tokens-per-step", type=int, default=1, metavar="N", help="simulate N steps of decoding as one")
+    parser.argument_default = argparse.SUPPRESS  # what is not given is as options.py has it
+    add = parser.add_argument
+    add("--replicas", type=counts, help="sizes of the fleets")
+    add("--policies", type=names_of(get_args(Method)), help=f"any of {', '.join(get_args(Method))}")
+    add("--num-requests", type=int, metavar="N", help="to each fleet; default: 100 for each replica")
+    add("--rate", type=float, help="requests per second for each replica (Poisson)")
+    add("--failures", type=int, metavar="N", help="N times a replica dies while requests arrive")
+    add("--restart-s", type=float, help="until it is back, with an empty cache")
+    add("--repeat", type=int, help="medians of N runs")
+    add("--seed", type=int, help="of sessions, arrivals and failures")
+    add("--plot", type=Path, help="plot of hit rates, latencies and imbalance, .svg or .png")
+    add = parser.add_argument_group("what is asked").add_argument
+    add("--groups", type=int, help="number of system prompts")
+    add("--zipf", type=float, help="system prompt k is chosen with weight 1 / k^ZIPF")
+    add("--system-tokens", type=int, help="mean length of a system prompt")
+    add("--turns", type=int, help="mean number of turns of a session")
+    add("--turn-tokens", type=int, help="mean length of the user's text in a turn")
+    add("--output-tokens", type=int, help="mean length of an answer")
+    add("--think-s", type=float, help="mean time from an answer to the next turn")
+    add = parser.add_argument_group("one replica").add_argument
+    add("--step-costs", type=Path, help="results of `headrace bench step`; default: SmolLM2 on 2 cores")
+    add("--kv-tokens", type=int, help="size of the KV cache")
+    add("--max-running-requests", type=int, dest="max_running", help="the others wait")
+    add("--chunked-prefill-size", type=int, dest="chunk_tokens", help="prompt tokens in a step")
+    add("--tokens-per-step", type=int, metavar="N", help="simulate N steps of decoding as one")
     with refusals():
         given = vars(parser.parse_args(arguments))
-        if (costs := given.pop("step_costs")) is not None:
-            given["cost"] = read_costs(costs)
+        if "step_costs" in given:
+            given["cost"] = read_costs(given.pop("step_costs"))
 
         def of(kind: Any) -> dict[str, Any]:
             return {field.name: given[field.name] for field in fields(kind) if field.name in given}

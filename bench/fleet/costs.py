@@ -6,15 +6,15 @@ The form is that of the scheduler's own estimate (`scheduler/step_cost.py`); her
 relative error over all measured shapes (coordinate descent: Wright 2015, Mathematical Programming 151), and never change.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from headrace.errors import ConfigError
-from headrace.plain_types import plain_reason
 from headrace.scheduler.step_cost import StepWork
 
 _SWEEPS = 5000
@@ -43,38 +43,20 @@ DEFAULT_COSTS = StepSeconds(token_s=3.904e-4, attended_s=7.192e-7, row_s=2.155e-
 """SmolLM2-135M in bfloat16 on 2 cores of an AMD EPYC (Zen 4): bench/results/2026-11-23-step-fleet.json."""
 
 
-class _Times(msgspec.Struct):
-    best_s: float
-
-
-class _Shape(msgspec.Struct):
-    batch: int
-    context: int
-    new_tokens: int
-    total: _Times
-
-
-class _Measured(msgspec.Struct):
-    kind: str
-    results: list[_Shape]
-
-
 def read_costs(path: Path) -> StepSeconds:
     """Fit the results of `headrace bench step --output`. Of each shape the best time counts, which other processes disturbed least.
 
     Raises ConfigError for another file, or one with too few shapes.
     """
     try:
-        measured = msgspec.json.decode(path.read_bytes(), type=_Measured)
+        found = json.loads(path.read_bytes())
+        if found["kind"] != "step":
+            raise ConfigError(f"{path} is of `bench {found['kind']}`; step costs come from `headrace bench step`")
+        return fit([(_work(shape), shape["total"]["best_s"]) for shape in found["results"]])
     except OSError as error:
         raise ConfigError(f"cannot read the step costs in {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is no result of `headrace bench step --output`: {plain_reason(error)}") from error
-    if measured.kind != "step":
-        raise ConfigError(
-            f"{path} holds results of `bench {measured.kind}`; step costs come from `headrace bench step`"
-        )
-    return fit([(_work(shape), shape.total.best_s) for shape in measured.results])
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"{path} is no result of `headrace bench step --output`: {error!r}") from error
 
 
 def fit(measured: Sequence[tuple[StepWork, float]]) -> StepSeconds:
@@ -97,6 +79,6 @@ def fit(measured: Sequence[tuple[StepWork, float]]) -> StepSeconds:
     return StepSeconds(token_s, attended_s, row_s, step_s, error)
 
 
-def _work(shape: _Shape) -> StepWork:
-    tokens = shape.batch * shape.new_tokens
-    return StepWork(tokens, tokens * (shape.context + 0.5 * shape.new_tokens), shape.batch)
+def _work(shape: dict[str, Any]) -> StepWork:
+    batch, new_tokens = shape["batch"], shape["new_tokens"]
+    return StepWork(batch * new_tokens, batch * new_tokens * (shape["context"] + 0.5 * new_tokens), batch)

@@ -3,7 +3,7 @@
     python -m bench.fleet.disaggregation [--servers 4] [--itl-ms 50,25,15] [--num-requests 400] [--gb-per-s 3] [--seed 1] [--output FILE]
 
 Replicas are those of `python -m bench.fleet`, with the scheduler's own rooms. The mixed ones bound the time of their steps by the limit of gaps, as a
-user with such a limit would. KV takes time from a prompt's last chunk on, at --gb-per-s (`python -m bench.disaggregation --parts transfer`), and no
+user with such a limit would. KV takes time from a prompt's last chunk on, at --gb-per-s (docs/disaggregation.md has what was measured), and no
 processor time of either side. For each limit the largest rate is looked for at which 99 of 100 first tokens keep theirs, and so do
 gaps, and their mean in 99 of 100 answers: one that waits for a place after its first token has one long gap among many.
 """
@@ -114,11 +114,8 @@ def simulate(
     for server in servers[:num_prefill]:
         server.state.rooms = PrefillRooms(cast("PageSource", link), server.state.kv)
     for server in servers[num_prefill:] if num_prefill else ():
-        state = server.state
-        expected = partial(_expected, state)
-        state.rooms = DecodeRooms(
-            cast("PageSink", link), state.kv, state.cost.prompt_seconds, options.cost.token_s, expected
-        )
+        state, costs = server.state, (server.state.cost.prompt_seconds, options.cost.token_s)
+        state.rooms = DecodeRooms(cast("PageSink", link), state.kv, *costs, partial(_expected, state))
     sides = [range(num_prefill), range(num_prefill, num_servers)]
     balancers = [make_balancer("shortest_queue", num_servers) for _ in sides]
     told_s: dict[str, float] = {}
@@ -218,10 +215,8 @@ def main() -> None:
                 tried = []
                 for bound_s in (DEFAULT_BOUND_S,) if num_prefill else [share * itl_ms / 1e3 for share in BOUNDS]:
                     at_rate = partial(simulate, workload, given, ReplicaOptions(max_step_s=bound_s), num_prefill)
-                    best = most(at_rate, ttft_s, itl_ms / 1e3)
-                    tried.append(
-                        {"workload": name, "itl_ms": itl_ms, "prefill": num_prefill, "bound_s": bound_s} | best
-                    )
+                    case = {"workload": name, "itl_ms": itl_ms, "prefill": num_prefill, "bound_s": bound_s}
+                    tried.append(case | most(at_rate, ttft_s, itl_ms / 1e3))
                 found.append(max(tried, key=lambda one: (one["keeps"], one["rate"])))
         write_report(report_of("disaggregation-fleet", {"results": found}), given.output)
 

@@ -4,13 +4,20 @@ import importlib.util
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from bench.fleet.costs import DEFAULT_COSTS, StepSeconds
 from headrace.errors import ConfigError
 from headrace.frontend.balancers import Method
 
 MAX_REPLICAS = 100_000
+
+
+def _check(options: object, least: int, *names: str) -> None:
+    """Raises ConfigError for a value below `least`."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not least <= value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +40,8 @@ class WorkloadOptions:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for values that make no sense."""
-        for name in ("groups", "turns", "turn_tokens", "output_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        for name in ("zipf", "system_tokens", "think_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
+        _check(self, 1, "groups", "turns", "turn_tokens", "output_tokens")
+        _check(self, 0, "zipf", "system_tokens", "think_s")
 
     @property
     def longest_tokens(self) -> int:
@@ -65,9 +68,7 @@ class ReplicaOptions:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for values that make no sense."""
-        for name in ("kv_tokens", "page_size", "max_running", "chunk_tokens", "tokens_per_step"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        _check(self, 1, "kv_tokens", "page_size", "max_running", "chunk_tokens", "tokens_per_step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +98,8 @@ class FleetOptions:
             raise ConfigError(f"--replicas takes numbers from 1 to {MAX_REPLICAS}, got {self.replicas}")
         if self.rate <= 0:
             raise ConfigError(f"--rate must be above 0, got {self.rate}")
-        for name, least in (("failures", 0), ("restart_s", 0), ("repeat", 1), ("num_requests", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        _check(self, 0, "failures", "restart_s")
+        _check(self, 1, "repeat", "num_requests")
         longest = self.workload.longest_tokens + self.replica.page_size
         if longest > self.replica.kv_tokens:
             raise ConfigError(
@@ -113,15 +112,6 @@ class FleetOptions:
     def requests_of(self, num_replicas: int) -> int:
         """Requests that a fleet of this size gets."""
         return self.num_requests or 100 * num_replicas
-
-
-def policy_names(text: str) -> tuple[Method, ...]:
-    """Those of a comma-separated list, in order. Raises ConfigError for one that is unknown."""
-    known: tuple[Method, ...] = get_args(Method)
-    words = [word.strip() for word in text.split(",")]
-    if unknown := [word for word in words if word not in known]:
-        raise ConfigError(f"--policies takes {', '.join(known)}; got {', '.join(map(repr, unknown))}")
-    return tuple(policy for word in words for policy in known if policy == word)
 
 
 def most(mean: int) -> int:

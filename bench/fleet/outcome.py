@@ -2,7 +2,6 @@
 
 import statistics
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.benchmark.figures import Distribution, distribution
@@ -55,11 +54,11 @@ class Tally:
     def outcome(self, duration_s: float, num_used: int, wall_s: float) -> Outcome:
         """The figures of a run that is over."""
         mean_s = statistics.fmean(self.busy_s)
+        counted = ("prompt_tokens", "output_tokens", "num_deaths", "num_moved", "num_retracted", "num_steps")
         return Outcome(
+            **{name: getattr(self, name) for name in counted},
             num_requests=len(self.e2e_s),
             duration_s=duration_s,
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=self.output_tokens,
             hit_rate=_ratio(self.cached_tokens, self.prompt_tokens),
             ttft_s=distribution(self.ttft_s),
             e2e_s=distribution(self.e2e_s),
@@ -67,18 +66,10 @@ class Tally:
             output_throughput=_ratio(self.output_tokens, duration_s),
             busy_fraction=_ratio(mean_s, duration_s),
             busiest=_ratio(max(self.busy_s), mean_s),
-            busy_spread=_ratio(_deviation(self.busy_s, mean_s), mean_s),
+            busy_spread=_ratio(statistics.pstdev(self.busy_s, mean_s), mean_s),
             num_used=num_used,
-            num_deaths=self.num_deaths,
-            num_moved=self.num_moved,
-            num_retracted=self.num_retracted,
-            num_steps=self.num_steps,
             wall_s=wall_s,
         )
-
-
-def _deviation(values: Sequence[float], mean: float) -> float:
-    return statistics.pstdev(values, mean)
 
 
 def _ratio(part: float, whole: float) -> float:

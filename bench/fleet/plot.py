@@ -24,8 +24,7 @@ def plot(path: Path, content: dict[str, Any]) -> None:
         colour = _COLOURS[policy]
         hits.plot(sizes, [medians[size]["hit_rate"] for size in sizes], "o-", color=colour, label=policy)
         for percent, style in (("p50", "o-"), ("p99", "^--")):
-            values = [medians[size]["ttft_s"][percent] * _MS for size in sizes]
-            first.plot(sizes, values, style, color=colour)
+            first.plot(sizes, [medians[size]["ttft_s"][percent] * _MS for size in sizes], style, color=colour)
         busiest.plot(sizes, [medians[size]["busiest"] for size in sizes], "o-", color=colour)
     for axes, title in (
         (hits, "prompt tokens found in the cache"),
@@ -44,7 +43,6 @@ def plot(path: Path, content: dict[str, Any]) -> None:
     busiest.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", fontsize="small", ncols=len(_COLOURS))
     commit = (content["commit"] or "no commit")[:10] + ("+" if content["dirty"] else "")
-    figure.suptitle(
-        f"simulated, {content['options']['rate']:g} requests a second and replica · {commit}", fontsize="small"
-    )
+    asked = f"{content['options']['rate']:g} requests a second and replica"
+    figure.suptitle(f"simulated, {asked} · {commit}", fontsize="small")
     save_figure(figure, path)

@@ -32,15 +32,8 @@ class Replica:
 
     def __init__(self, options: ReplicaOptions) -> None:
         self._options = options
-        kv = KVManager(
-            [
-                KvPart(
-                    PageAllocator(options.kv_tokens // options.page_size, options.page_size),
-                    RadixCache(options.page_size),
-                )
-            ],
-            options.max_running,
-        )
+        pages = PageAllocator(options.kv_tokens // options.page_size, options.page_size)
+        kv = KVManager([KvPart(pages, RadixCache(options.page_size))], options.max_running)
         config = SchedulerConfig(
             policy="fcfs",
             chunk_tokens=options.chunk_tokens,
@@ -64,10 +57,8 @@ class Replica:
 
     def add(self, request: TokenizedGenerateReqInput, now_s: float) -> None:
         """A request arrives. It waits until the next step is planned."""
-        state = self.state
-        req = Req.from_input(
-            request, now_s, state.next_order, state.config.eos_of(request.task), state.config.stream_interval
-        )
+        state, config = self.state, self.state.config
+        req = Req.from_input(request, now_s, state.next_order, config.eos_of(request.task), config.stream_interval)
         state.next_order += 1
         state.by_rid[req.rid] = req
         if state.rooms is None or not state.rooms.add(req, now_s):
@@ -77,9 +68,9 @@ class Replica:
         """What `Scheduler` does about rooms before it plans. Returns the outputs that are due."""
         state = self.state
         outputs: list[TokenIDOut] = []
-        for req, made, why in (
-            [] if state.rooms is None else state.rooms.take_ready(now_s, state.counters.computed_prefill_tokens)
-        ):
+        if state.rooms is None:
+            return outputs
+        for req, made, why in state.rooms.take_ready(now_s, state.counters.computed_prefill_tokens):
             assert not why, why
             out = None if made is None else commit.take_prefilled(state, req, made, now_s)
             outputs += [] if out is None else [out]

@@ -4,19 +4,18 @@ import gc
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import product
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from bench.fleet.options import FleetOptions
 from bench.fleet.outcome import Outcome
 from bench.fleet.plot import plot
 from bench.fleet.simulation import Fleet
-from bench.program import report_of
+from bench.program import report_of, table_of
 from headrace.benchmark.figures import over_repetitions
 from headrace.benchmark.results import rate_text, write_json
 from headrace.benchmark.tables import print_table, progress_columns
@@ -27,31 +26,32 @@ _UPDATE_EVERY = 256
 _MS = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class FleetResult:
-    """All repetitions of one fleet with one policy."""
-
-    replicas: int
-    policy: Method
-    repetitions: list[Outcome]
-
-
 def run_fleet(options: FleetOptions, console: Console) -> dict[str, Any]:
     """Simulate, print, write; the results document. The fleets of one repetition get the same requests with every policy."""
-    results = {
-        (count, policy): FleetResult(count, policy, []) for count in options.replicas for policy in options.policies
-    }
+    runs: dict[tuple[int, Method], list[Outcome]] = {case: [] for case in product(options.replicas, options.policies)}
     num_requests = sum(options.requests_of(count) for count in options.replicas) * len(options.policies)
     with _progress(console, num_requests * options.repeat) as start:
-        for repetition in range(options.repeat):
-            for (count, policy), result in results.items():
-                on_done = start(f"[{repetition + 1}/{options.repeat}] {count} replicas, {policy}")
-                outcome = Fleet(options, count, policy, options.seed + repetition, on_done).run()
-                result.repetitions.append(outcome)
-                gc.collect()  # the trees of caches are cycles
-                console.print(f"[dim]{_in_one_line(result, outcome)}[/dim]", highlight=False)
-    content = _document(options, list(results.values()))
-    _print_results(console, options, list(results.values()))
+        for repetition, ((count, policy), outcomes) in product(range(options.repeat), runs.items()):
+            name = f"{count} replicas, {policy}"
+            on_done = start(f"[{repetition + 1}/{options.repeat}] {name}")
+            # Millions of live objects would be walked again and again. What is in cycles, such as trees of caches, goes at the end.
+            gc.disable()
+            try:
+                outcomes.append(Fleet(options, count, policy, options.seed + repetition, on_done).run())
+            finally:
+                gc.enable()
+            gc.collect()
+            console.print(f"[dim]{name}: {_in_one_line(outcomes[-1])}[/dim]", highlight=False)
+    described = {name: value for name, value in asdict(options).items() if name not in ("output", "plot")}
+    results = []
+    for (count, policy), outcomes in runs.items():
+        median, spread = over_repetitions(outcomes)
+        repetitions = [asdict(outcome) for outcome in outcomes]
+        figures = {"repetitions": repetitions, "median": median, "spread": spread}
+        results.append({"replicas": count, "policy": policy, **figures})
+    found = {"options": described, "peak_memory_bytes": _peak_memory_bytes(), "results": results}
+    content = report_of("fleet", found)
+    _print_results(console, options, results)
     if options.output is not None:
         write_json(options.output, content)
         console.print(f"results written to {options.output}", highlight=False)
@@ -61,65 +61,31 @@ def run_fleet(options: FleetOptions, console: Console) -> dict[str, Any]:
     return content
 
 
-def _document(options: FleetOptions, results: list[FleetResult]) -> dict[str, Any]:
-    """The whole of a run as JSON-ready values."""
-    described = asdict(options)
-    for name in ("output", "plot"):
-        del described[name]
-    entries = []
-    for result in results:
-        median, spread = over_repetitions(result.repetitions)
-        entries.append(
-            {
-                "replicas": result.replicas,
-                "policy": result.policy,
-                "repetitions": [asdict(outcome) for outcome in result.repetitions],
-                "median": median,
-                "spread": spread,
-            }
-        )
-    return report_of("fleet", {"options": described, "peak_memory_bytes": _peak_memory_bytes(), "results": entries})
-
-
-def _print_results(console: Console, options: FleetOptions, results: list[FleetResult]) -> None:
+def _print_results(console: Console, options: FleetOptions, results: list[dict[str, Any]]) -> None:
     """One table a fleet: a row for each policy, medians over the repetitions."""
+    numbers = ("hit\nrate", "TTFT\np50", "TTFT\np99", "e2e\np99", "busiest\n/ mean", "used", "output\ntok/s")
     for count in options.replicas:
-        requests = options.requests_of(count)
-        table = Table(
-            title=f"{count} replicas, {requests} requests, {options.rate:g} a second and replica (simulated; ms)",
-            title_justify="left",
-            header_style="bold",
-            box=SIMPLE_HEAD,
-            pad_edge=False,
-            collapse_padding=True,
-        )
-        table.add_column("policy", style="bold cyan", no_wrap=True)
-        for name in ("hit\nrate", "TTFT\np50", "TTFT\np99", "e2e\np99", "busiest\n/ mean", "used", "output\ntok/s"):
-            table.add_column(name, justify="right", no_wrap=True)
+        asked = f"{options.requests_of(count)} requests, {options.rate:g} a second and replica"
+        table = table_of(f"{count} replicas, {asked} (simulated; ms)", ("policy",), numbers)
         for result in results:
-            if result.replicas != count:
-                continue
-            median, _ = over_repetitions(result.repetitions)
-            table.add_row(
-                result.policy,
-                f"{median['hit_rate']:.3f}",
-                f"{median['ttft_s']['p50'] * _MS:.0f}",
-                f"{median['ttft_s']['p99'] * _MS:.0f}",
-                f"{median['e2e_s']['p99'] * _MS:.0f}",
-                f"{median['busiest']:.2f}",
-                f"{median['num_used']:.0f}",
-                rate_text(median["output_throughput"]),
-            )
+            if result["replicas"] == count:
+                median = result["median"]
+                times = median["ttft_s"]["p50"], median["ttft_s"]["p99"], median["e2e_s"]["p99"]
+                table.add_row(
+                    result["policy"],
+                    f"{median['hit_rate']:.3f}",
+                    *(f"{seconds * _MS:.0f}" for seconds in times),
+                    f"{median['busiest']:.2f}",
+                    f"{median['num_used']:.0f}",
+                    rate_text(median["output_throughput"]),
+                )
         print_table(console, table)
 
 
-def _in_one_line(result: FleetResult, outcome: Outcome) -> str:
+def _in_one_line(outcome: Outcome) -> str:
     """Shown while a long run goes on."""
     moved = f", {outcome.num_deaths} deaths, {outcome.num_moved} requests moved" if outcome.num_deaths else ""
-    return (
-        f"{result.replicas} replicas, {result.policy}: hit rate {outcome.hit_rate:.3f}{moved}; "
-        f"{outcome.num_steps} steps simulated in {outcome.wall_s:.1f} s"
-    )
+    return f"hit rate {outcome.hit_rate:.3f}{moved}; {outcome.num_steps} steps simulated in {outcome.wall_s:.1f} s"
 
 
 def _peak_memory_bytes() -> int:

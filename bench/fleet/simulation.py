@@ -6,16 +6,13 @@ have come of it. Not in it: the network, tokenizers, HTTP, and the processor tim
 the same run. Replicas that nobody has asked cost nothing.
 """
 
-import gc
 import heapq
 import random
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import overload
 
 import msgspec
 
@@ -56,30 +53,20 @@ class _Sample:
         return array("i", [ANSWER_TOKEN]) * self.num_outputs
 
 
-class _Alive(Sequence[int]):
-    """The replicas that live; membership is quick for any number of them."""
+class _Alive(list[int]):
+    """The replicas that live, in order; membership is quick for any number of them."""
 
     def __init__(self, num_replicas: int) -> None:
-        self._list = list(range(num_replicas))
-        self._set = set(self._list)
-
-    def __len__(self) -> int:
-        return len(self._list)
+        super().__init__(range(num_replicas))
+        self._set = set(self)
 
     def __contains__(self, replica: object) -> bool:
         return replica in self._set
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        return self._list[index]
-
     def change(self, replica: int, lives: bool) -> None:
         """A replica has died or is back."""
         (self._set.add if lives else self._set.discard)(replica)
-        self._list = sorted(self._set)
+        self[:] = sorted(self._set)
 
 
 class Fleet:
@@ -94,9 +81,8 @@ class Fleet:
         on_done: Callable[[], None] = lambda: None,
     ) -> None:
         self._options = options
-        self._workload = Workload(
-            options.workload, options.requests_of(num_replicas), options.rate * num_replicas, seed
-        )
+        num_requests = options.requests_of(num_replicas)
+        self._workload = Workload(options.workload, num_requests, options.rate * num_replicas, seed)
         self._sessions = self._workload.sessions()
         self._balancer = make_balancer(policy, num_replicas, options.replica.kv_tokens)
         self._alive = _Alive(num_replicas)
@@ -117,10 +103,9 @@ class Fleet:
         begin_s = time.perf_counter()
         self._next_session()
         num_left = self._workload.num_requests
-        with _no_garbage_collection():
-            while len(self._tally.e2e_s) < num_left:
-                now_s, _, happens = heapq.heappop(self._events)
-                happens(now_s)
+        while len(self._tally.e2e_s) < num_left:
+            now_s, _, happens = heapq.heappop(self._events)
+            happens(now_s)
         for replica in self._replicas.values():
             self._tally.num_retracted += replica.state.counters.num_retracted
         return self._tally.outcome(self._end_s, len(self._used), time.perf_counter() - begin_s)
@@ -151,7 +136,7 @@ class Fleet:
 
     def _send(self, sample: _Sample, now_s: float) -> None:
         """Give it to the replica that the balancer chooses, or hold it until one lives."""
-        if not len(self._alive):
+        if not self._alive:
             self._held.append(sample)
             return
         index = self._balancer.choose(sample.request, self._alive)
@@ -245,15 +230,3 @@ class Fleet:
         held, self._held = self._held, []
         for sample in held:
             self._send(sample, now_s)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Millions of live objects would be walked again and again. What is in cycles (a dead replica's tree) stays until this is over."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

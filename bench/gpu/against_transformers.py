@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.bench import TINY, Bench, Rows
+from bench.gpu.bench import Bench, Rows
 from bench.gpu.options import CONFIGS
 from bench.gpu.serving import offline_lengths
 from bench.gpu.steps import decode_name
@@ -23,7 +23,7 @@ def measure_transformers(bench: Bench, rows: Rows) -> None:
     import transformers
 
     sizes, model = bench.sizes, bench.options.models[0]
-    raw = json.loads((CONFIGS / model / "config.json").read_text()) | (TINY if bench.options.tiny else {})
+    raw = json.loads((CONFIGS / model / "config.json").read_text()) | json.loads(bench.overrides)
     model_type = raw.pop("model_type")
     config = transformers.AutoConfig.for_model(model_type, **raw)
     with torch.device(bench.device):
@@ -32,7 +32,7 @@ def measure_transformers(bench: Bench, rows: Rows) -> None:
     prompt = torch.randint(0, config.vocab_size, (1, sizes.context), device=bench.device)
     attention_mask = torch.ones_like(prompt)
     peer.generation_config.eos_token_id = None
-    short, long = (8, 8 + 4 * sizes.steps) if not bench.options.tiny else (2, 4)
+    short, long = (2, 4) if bench.tiny else (8, 8 + 4 * sizes.steps)
 
     # One cache for both lengths: it is compiled for its size.
     cache = transformers.StaticCache(config=config, max_cache_len=sizes.context + long)
@@ -40,12 +40,11 @@ def measure_transformers(bench: Bench, rows: Rows) -> None:
     def generate(num_tokens: int) -> float:
         clock = bench.clock
         cache.reset()
+        lengths = {"min_new_tokens": num_tokens, "max_new_tokens": num_tokens, "pad_token_id": 0}
         begin = clock.mark()
         with torch.no_grad():
-            out = peer.generate(
-                prompt, attention_mask=attention_mask, min_new_tokens=num_tokens, max_new_tokens=num_tokens, do_sample=False,
-                past_key_values=cache, pad_token_id=0, disable_compile=bench.options.device == "cpu",
-            )  # fmt: skip
+            inputs = {"attention_mask": attention_mask, "past_key_values": cache}
+            out = peer.generate(prompt, **inputs, **lengths, do_sample=False, disable_compile=not bench.on_gpu)
         assert out.shape[1] == sizes.context + num_tokens, out.shape
         return clock.seconds(begin, clock.mark())
 
@@ -62,10 +61,9 @@ def _continuous_batching(bench: Bench, rows: Rows, peer: Any, config: Any) -> No
     """64 requests of the piece `offline`, batched continuously by transformers."""
     from transformers import GenerationConfig
 
-    lengths = offline_lengths(bench)[: 4 if bench.options.tiny else 64]
-    if bench.options.tiny:
+    if bench.tiny:
         return  # its continuous batching wants a GPU
-    draw = random.Random(0)
+    lengths, draw = offline_lengths(bench)[:64], random.Random(0)
     generation = GenerationConfig(do_sample=False, max_new_tokens=1024, eos_token_id=-1, pad_token_id=0)
     peer.set_attn_implementation("paged|sdpa")
     with (
@@ -76,9 +74,8 @@ def _continuous_batching(bench: Bench, rows: Rows, peer: Any, config: Any) -> No
             begin = time.perf_counter()
             sent = [(num_in, 4) for num_in, _ in lengths[:4]] if warm else lengths
             for num_in, num_out in sent:
-                manager.add_request(
-                    [draw.randrange(config.vocab_size) for _ in range(num_in)], max_new_tokens=num_out, eos_token_id=-1
-                )
+                prompt = [draw.randrange(config.vocab_size) for _ in range(num_in)]
+                manager.add_request(prompt, max_new_tokens=num_out, eos_token_id=-1)
             done = 0
             while done < len(sent) and time.perf_counter() - begin < _MOST_S:
                 result = manager.get_result(timeout=1)
@@ -90,11 +87,8 @@ def _continuous_batching(bench: Bench, rows: Rows, peer: Any, config: Any) -> No
                 rows.add("transformers, its first requests", f"{done} of {len(sent)} done after {elapsed:.1f} s")
     num_out = sum(out for _, out in lengths)
     bound = "" if done == len(sent) else "less than "
-    rows.add(
-        "transformers, 64 requests batched continuously",
-        f"{bound}{num_out / elapsed:.0f} output tok/s, {done} done after {elapsed:.1f} s",
-        tokens_per_s=num_out / elapsed,
-    )
+    text = f"{bound}{num_out / elapsed:.0f} output tok/s, {done} done after {elapsed:.1f} s"
+    rows.add("transformers, 64 requests batched continuously", text, tokens_per_s=num_out / elapsed)
     own = bench.figure("offline", "the first 64 alone", "tokens_per_s")
     what = "64 requests over transformers' continuous batching" + (", at least" if bound else "")
     _add_ratio(bench, rows, what, own * elapsed / num_out, 1.2)

@@ -3,10 +3,11 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,6 +33,14 @@ class Rows:
     def add_at_least(self, what: str, value: str, got: float, least: float, **figures: float | str) -> None:
         """One line, whose figure must be at least `least`; 0: anything is as expected."""
         self.add(what, value, ok=not least or got >= least, expected=f">= {least:g}" if least else "", **figures)
+
+    @contextmanager
+    def failure_of(self, what: str) -> Iterator[None]:
+        """If what is tried here fails, this is a row, and the others go on."""
+        try:
+            yield
+        except Exception as error:
+            self.add(what, f"failed: {type(error).__name__}: {error}"[:300], ok=False)
 
     def figure(self, what: str, key: str) -> float:
         """A figure of a row; NaN when there is none."""
@@ -71,33 +80,32 @@ class Sizes:
 SMALL = Sizes(batches=(1, 3), context=32, prompts=(64,), steps=3, copy=1 << 20, product=128, requests=4, new_tokens=6)
 
 
-class Clock(Protocol):
-    """Times work that is queued on a device, by marks in its queue."""
+class Clock:
+    """Times work that is queued on a device, by marks in its queue; on a CPU, whose work is done when it returns, by the host's clock."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
 
     def mark(self) -> Any:
         """A mark at the moment when all work that was queued so far is done."""
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Seconds between two marks; waits until the second is reached."""
-
-
-class _HostClock:
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
-
-
-class _CudaClock:
-    def mark(self) -> torch.cuda.Event:
+        if not self._on_gpu:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Seconds between two marks; waits until the second is reached."""
+        if not self._on_gpu:
+            return float(end - begin)
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def time(self, work: Callable[[], object]) -> float:
+        """Seconds that the device takes for `work`."""
+        begin = self.mark()
+        work()
+        return self.seconds(begin, self.mark())
 
 
 @dataclass(slots=True)
@@ -114,14 +122,27 @@ class Bench:
         """The device to measure."""
         return torch.device(self.options.device)
 
-    def least(self, expected: float) -> float:
-        """What is expected of a figure: nothing, where the run is only tried."""
-        return expected if self.options.device == "cuda" and not self.options.tiny else 0.0
+    @property
+    def on_gpu(self) -> bool:
+        return self.options.device == "cuda"
+
+    @property
+    def tiny(self) -> bool:
+        return self.options.tiny
+
+    @property
+    def overrides(self) -> str:
+        """Of a model's config, as JSON."""
+        return json.dumps(TINY) if self.tiny else "{}"
 
     @property
     def clock(self) -> Clock:
         """The clock of the device."""
-        return _CudaClock() if self.options.device == "cuda" else _HostClock()
+        return Clock(self.on_gpu)
+
+    def least(self, expected: float) -> float:
+        """What is expected of a figure: nothing, where the run is only tried."""
+        return expected if self.on_gpu and not self.tiny else 0.0
 
     def args(self, model: str, **changes: Any) -> ServerArgs:
         """Options of an engine with random weights."""
@@ -129,15 +150,15 @@ class Bench:
             "model_path": str(CONFIGS / model),
             "load_format": "dummy",
             "device": self.options.device,
-            "json_model_override_args": json.dumps(TINY) if self.options.tiny else "{}",
+            "json_model_override_args": self.overrides,
             # On a CPU a mark means something only when the work is done where it is submitted.
-            "disable_overlap_schedule": self.options.device == "cpu",
+            "disable_overlap_schedule": not self.on_gpu,
         }
         return ServerArgs(**{**fields, **changes})
 
     def config(self, model: str) -> ModelConfig:
         """The config of a model, with its shapes (or tiny ones)."""
-        return override_model(load_model_config(CONFIGS / model), json.dumps(TINY) if self.options.tiny else "{}")
+        return override_model(load_model_config(CONFIGS / model), self.overrides)
 
     def figure(self, piece: str, what: str, key: str) -> float:
         """A figure of an earlier piece; NaN when it was not measured."""

@@ -6,7 +6,6 @@ begins with an empty device. What a piece has found when its time is up is kept.
 a network nor the native CPU kernels. Exit code 1 when a piece failed or an expectation was missed.
 """
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.gpu.options import MODELS, Options
-from bench.program import report_of
+from bench.program import names_of, parser_of, report_of
 from headrace.benchmark.results import write_json
 
 
@@ -38,87 +37,50 @@ class Piece(NamedTuple):
 PIECES = {
     "device": Piece("which device and versions", 40, "rates", "device_facts"),
     "kernels": Piece(
-        "every op and attention backend against the reference on the CPU, graphs against eager steps",
-        120,
-        "kernels",
-        "check_kernels",
+        "every op and backend against the CPU, graphs against eager steps", 120, "kernels", "check_kernels"
     ),
     "rates": Piece("copy bandwidth of the memory and rate of bfloat16 products", 40, "rates", "measure_rates"),
     "shapes": Piece("the kernels that decode, in several shapes of tiles", 60, "shapes", "measure_shapes"),
-    "decode": Piece(
-        "decode steps at 1k tokens of context beside the floors, and their kernels", 120, "steps", "measure_decode"
-    ),
-    "prefill": Piece("2k and 8k tokens of prompt beside the floors, and their kernels", 60, "steps", "measure_prefill"),
-    "serving": Piece(
-        "64 requests at once through the scheduler: throughput, and the gap between steps",
-        60,
-        "serving",
-        "measure_serving",
-    ),
+    "decode": Piece("decode steps at 1k tokens of context, and their kernels", 120, "steps", "measure_decode"),
+    "prefill": Piece("2k and 8k tokens of prompt, and their kernels", 60, "steps", "measure_prefill"),
+    "serving": Piece("64 requests through the scheduler, and the gap between steps", 60, "serving", "measure_serving"),
     "server": Piece("the whole server over HTTP: start, presets B8, B32 and C", 120, "server", "measure_server"),
-    "tokens": Piece(
-        "tokens of a small model: GPU and CPU, graphs, overlap, retraction, prefix hits, batches",
-        120,
-        "equality",
-        "compare_tokens",
-    ),
+    "tokens": Piece("tokens of a small model, computed in ten ways", 120, "equality", "compare_tokens"),
     "quantized": Piece("decode and prefill in fp8 and int4", 120, "steps", "measure_quantized"),
-    "deterministic": Piece(
-        "decode and prefill with bits that do not depend on the batch", 60, "steps", "measure_deterministic"
-    ),
-    "speculation": Piece(
-        "drafts from n-grams and from a draft model: tokens and speed", 60, "equality", "measure_speculation"
-    ),
-    "experts": Piece("decode steps of a mixture of experts beside the floors", 80, "steps", "measure_experts"),
-    "offline": Piece(
-        "256 requests of 100 to 1,024 tokens in and out, beside the floors of their steps",
-        120,
-        "serving",
-        "measure_offline",
-    ),
-    "transformers": Piece(
-        "generate of transformers: one request, and 64 batched continuously",
-        150,
-        "against_transformers",
-        "measure_transformers",
-    ),
-    "features": Piece(
-        "adapters, grammars, penalties, embeddings, images on the device", 120, "features", "try_features"
-    ),
+    "deterministic": Piece("steps with bits that no batch changes", 60, "steps", "measure_deterministic"),
+    "speculation": Piece("drafts from n-grams: tokens and speed", 60, "equality", "measure_speculation"),
+    "experts": Piece("decode steps of a mixture of experts", 80, "steps", "measure_experts"),
+    "offline": Piece("256 requests of 100 to 1,024 tokens in and out", 120, "serving", "measure_offline"),
+    "transformers": Piece("the same in transformers", 150, "against_transformers", "measure_transformers"),
+    "features": Piece("logprobs, embeddings, updates, fp8 KV; tests of the device", 120, "features", "try_features"),
 }
 """In order of worth. A module that cannot be imported fails its own pieces only."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.check", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default=",".join(PIECES), help="pieces, comma-separated: " + ", ".join(PIECES))
-    parser.add_argument("--models", default="", help="comma-separated: " + ", ".join(MODELS))
+    parser = parser_of(__doc__)
+    pieces = ",".join(PIECES)
+    parser.add_argument("--only", type=names_of(tuple(PIECES)), default=pieces, help="pieces: " + ", ".join(PIECES))
+    parser.add_argument("--models", type=names_of(MODELS), help="comma-separated: " + ", ".join(MODELS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small layers and short prompts: a trial of this command")
     parser.add_argument("--rehearse", action="store_true", help="the same as --device cpu --tiny, for every piece")
     parser.add_argument("--limit-s", type=float, default=540.0, help="all pieces end within this many seconds")
     parser.add_argument(
-        "--out", type=Path, help="folder for results.jsonl, a line a result as they come, and profiles.tar"
+        "--out", type=Path, help="folder for results.jsonl (a line a result as they come), profiles.tar"
     )
-    parser.add_argument("--output", type=Path, help="write the results document here, as JSON")
     parser.add_argument("--rates", type=Path, help="take the piece `rates` from an earlier document or results.jsonl")
     parser.add_argument("--in-process", action="store_true", help="run the pieces in this process, without time limits")
     args = parser.parse_args(arguments)
     if args.rehearse:
         args.device, args.tiny = "cpu", True
-    models = tuple(args.models.split(",")) if args.models else (MODELS[:1] if args.tiny else MODELS)
-    names = args.only.split(",")
-    for given, known, what in ((names, PIECES, "piece"), (models, MODELS, "model")):
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            parser.error(f"no {what} is called {', '.join(unknown)}; there are {', '.join(known)}")
-    options = Options(args.device, args.tiny, models)
+    options = Options(args.device, args.tiny, args.models or (MODELS[:1] if args.tiny else MODELS))
     with tempfile.TemporaryDirectory() as folder:
         out = args.out or Path(folder)
         out.mkdir(parents=True, exist_ok=True)
         earlier = {} if args.rates is None else {"rates": _rates_of(args.rates)}
-        results = _run_all(names, options, earlier, args.limit_s, args.in_process, out)
+        results = _run_all(args.only, options, earlier, args.limit_s, args.in_process, out)
         content = report_of("gpu", {"device": args.device, "tiny": args.tiny, "results": results})
         print(table(content), flush=True)
         if args.output is not None:
@@ -153,10 +115,10 @@ def _run_all(
         else:
             status = _in_child(name, options, earlier, min(left, own_limit_s), out)
         seconds = time.monotonic() - started
-        _write_line(out, {"piece": name, "status": status, "seconds": seconds})
-        piece = {"piece": name, "status": status, "seconds": seconds, "rows": _rows_of(name, out)}
-        earlier[name] = piece
-        results.append(piece)
+        ended = {"piece": name, "status": status, "seconds": seconds}
+        _write_line(out, ended)
+        earlier[name] = {**ended, "rows": _rows_of(name, out)}
+        results.append(earlier[name])
         print(f"   {status}, {seconds:.1f} s", file=sys.stderr, flush=True)
         _pack_profiles(out)
     return results
@@ -169,11 +131,8 @@ def _write_line(out: Path, content: dict[str, Any]) -> None:
 
 def _rows_of(name: str, out: Path) -> list[dict[str, Any]]:
     """The rows that a piece has written, without its name."""
-    return [
-        {k: v for k, v in line.items() if k != "piece"}
-        for line in _lines(out)
-        if line["piece"] == name and "what" in line
-    ]
+    lines = [line for line in _lines(out) if line["piece"] == name and "what" in line]
+    return [{key: value for key, value in line.items() if key != "piece"} for line in lines]
 
 
 def _lines(out: Path) -> list[dict[str, Any]]:
@@ -182,8 +141,7 @@ def _lines(out: Path) -> list[dict[str, Any]]:
 
 
 def _pack_profiles(out: Path) -> None:
-    profiles = sorted(out.glob("profile-*"))
-    if profiles:
+    if profiles := sorted(out.glob("profile-*")):
         with tarfile.open(out / "profiles.tar", "w") as tar:
             for path in profiles:
                 tar.add(path, path.name)

@@ -3,17 +3,14 @@
 In float32, so that near ties do not decide. Engines run in this process.
 """
 
-import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from bench.gpu.bench import TINY, Bench, Rows
+from bench.gpu.bench import Bench, Rows
 from bench.gpu.options import CONFIGS
 from bench.gpu.tokens import save_small
 from headrace.api.engine import Engine
@@ -21,23 +18,17 @@ from headrace.api.options import SamplingOptions
 
 _NEW_TOKENS = 24
 GREEDY: SamplingOptions = {"temperature": 0.0, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
-_DRAWN: SamplingOptions = {
-    "temperature": 0.8,
-    "top_k": 40,
-    "top_p": 0.9,
-    "seed": 7,
-    "max_new_tokens": _NEW_TOKENS,
-    "ignore_eos": True,
-}
+_DRAWN: SamplingOptions = {**GREEDY, "temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": 7}
 _PENALISED: SamplingOptions = {**GREEDY, "frequency_penalty": 0.7, "repetition_penalty": 1.3}
 _BIASED: SamplingOptions = {**GREEDY, "logit_bias": {"5": 4.0, "9": -100.0}}
+ON_CPU: dict[str, Any] = {"device": "cpu", "disable_native_kernels": True}
 
 
 def compare_tokens(bench: Bench, rows: Rows) -> None:
     """What each way of computing gives, beside what the GPU gives by default."""
     on = {"device": bench.options.device}
     ways: dict[str, dict[str, Any]] = {
-        "CPU": {"device": "cpu", "disable_native_kernels": True},
+        "CPU": ON_CPU,
         "no graphs": {**on, "disable_cuda_graph": True},
         "no overlap": {**on, "disable_overlap_schedule": True},
         "chunks of 16": {**on, "chunked_prefill_size": 16},
@@ -47,25 +38,23 @@ def compare_tokens(bench: Bench, rows: Rows) -> None:
         "n-grams": {**on, "speculative_algorithm": "ngram"},
         "torch's attention": {**on, "attention_backend": "torch_native"},
     }
-    if bench.options.device == "cpu":
+    if not bench.on_gpu:
         ways.pop("batch-invariant")
     with TemporaryDirectory() as name:
         save_small(Path(name))
         want, seconds = answers(name, on)
         rows.add("engine by default", f"{sum(map(len, want))} tokens in {seconds:.1f} s")
         for what, options in ways.items():
-            try:
+            with rows.failure_of(f"tokens: {what}"):
                 got, seconds = answers(name, options)
-            except Exception as error:  # the boundary of a way: the others go on
-                rows.add(f"tokens: {what}", f"failed: {type(error).__name__}: {error}"[:300], ok=False)
-                continue
-            differ = sum(a != b for a, b in zip(want, got, strict=True))
-            rows.add(
-                f"tokens: {what}",
-                f"{differ} of {len(want)} requests differ, {seconds:.1f} s",
-                ok=differ == 0,
-                expected="0",
-            )
+                differ = differing(want, got)
+                text = f"{differ} of {len(want)} requests differ, {seconds:.1f} s"
+                rows.add(f"tokens: {what}", text, ok=differ == 0, expected="0")
+
+
+def differing(want: list[list[int]], got: list[list[int]]) -> int:
+    """How many requests have other tokens."""
+    return sum(a != b for a, b in zip(want, got, strict=True))
 
 
 def _prompts() -> list[list[int]]:
@@ -88,31 +77,26 @@ def answers(folder: str, options: dict[str, Any]) -> tuple[list[list[int]], floa
         return got, time.perf_counter() - begin
 
 
-@contextmanager
-def small_engine(folder: str, options: dict[str, Any]) -> Iterator[Engine]:
+def small_engine(folder: str, options: dict[str, Any]) -> Engine:
     """An engine of one process without a tokenizer, in float32."""
     defaults: dict[str, Any] = {
         "single_process": True, "skip_tokenizer_init": True, "dtype": "float32", "max_total_tokens": 4096, "max_running_requests": 16,
     }  # fmt: skip
-    with Engine(model_path=folder, **(defaults | options)) as engine:
-        yield engine
+    return Engine(model_path=folder, **(defaults | options))
 
 
 def measure_speculation(bench: Bench, rows: Rows) -> None:
     """Tokens a second of one stream that repeats itself, with drafts and without, in bfloat16; and whether its tokens are the same."""
-    model = bench.options.models[0]
-    overrides = json.dumps(TINY) if bench.options.tiny else "{}"
-    rng = np.random.default_rng(3)
-    phrase = rng.integers(3, 150, 40).tolist()
-    prompt, new = phrase * (2 if bench.options.tiny else 20), 16 if bench.options.tiny else 256
-    sampling: SamplingOptions = {"temperature": 0.0, "max_new_tokens": new, "ignore_eos": True}
+    phrase = np.random.default_rng(3).integers(3, 150, 40).tolist()
+    prompt, new = phrase * (2 if bench.tiny else 20), 16 if bench.tiny else 256
+    sampling: SamplingOptions = {**GREEDY, "max_new_tokens": new}
     got: dict[str, tuple[list[int], float]] = {}
     for what, options in (("off", {}), ("ngram", {"speculative_algorithm": "ngram"})):
         engine_options: dict[str, Any] = {
-            "load_format": "dummy", "json_model_override_args": overrides, "dtype": "auto", "context_length": 2048,
+            "load_format": "dummy", "json_model_override_args": bench.overrides, "dtype": "auto", "context_length": 2048,
             "max_total_tokens": 8192, "max_running_requests": 4, "device": bench.options.device, **options,
         }  # fmt: skip
-        with small_engine(str(CONFIGS / model), engine_options) as engine:
+        with small_engine(str(CONFIGS / bench.options.models[0]), engine_options) as engine:
             engine.generate(input_ids=prompt[:20], sampling_params=sampling)
             begin = time.perf_counter()
             ids = engine.generate(input_ids=prompt, sampling_params=sampling)["output_ids"]

@@ -5,12 +5,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
 from bench.gpu.bench import Bench, Rows
-from bench.gpu.equality import GREEDY, answers, small_engine
+from bench.gpu.equality import GREEDY, ON_CPU, answers, differing, small_engine
 from bench.gpu.tokens import save_small
+from headrace.api.engine import Engine
 
 _KERNELS = ("attention", "rows", "draw", "token_mask", "experts", "linear", "routing")
 _TESTS = (
@@ -33,26 +35,12 @@ def try_features(bench: Bench, rows: Rows) -> None:
             "compiled pieces": _compiled,
         }
         for what, feature in features.items():
-            try:
+            with rows.failure_of(f"feature: {what}"):
                 rows.add(f"feature: {what}", feature(bench, name))
-            except Exception as error:  # the boundary of a feature: the others go on
-                rows.add(f"feature: {what}", f"failed: {type(error).__name__}: {error}"[:300], ok=False)
     root = Path(__file__).resolve().parents[2]
     for what, tests in _TESTS:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:schemathesis",
-            "-W",
-            "ignore",
-            *tests,
-        ]
-        command += ["--collect-only"] if bench.options.tiny else ["-n", "8"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
+        command += ["-W", "ignore", *tests, *(["--collect-only"] if bench.tiny else ["-n", "8"])]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
         lines = (done.stdout + done.stderr).strip().splitlines()
         (bench.out / f"profile-tests-{what.replace(' ', '-')}.txt").write_text("\n".join(lines[-400:]))
@@ -68,31 +56,36 @@ def _replaced(bench: Bench, folder: str) -> str:
 
 
 def _logprobs(bench: Bench, folder: str) -> str:
-    found = []
-    for options in ({"device": bench.options.device}, {"device": "cpu", "disable_native_kernels": True}):
-        with small_engine(folder, options) as engine:
-            out = engine.generate(
-                input_ids=list(range(3, 40)), sampling_params=GREEDY, return_logprob=True, logprob_start_len=0
-            )
-            meta = out["meta_info"]
-            found.append([entry[0] for entry in (*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"])])
-    difference = float(np.abs(np.array(found[0]) - np.array(found[1])).max())
-    assert difference < 1e-3, difference
-    return f"at most {difference:.1e} from the CPU's"
+    def logprobs(engine: Engine) -> list[float]:
+        prompt = list(range(3, 40))
+        out = engine.generate(input_ids=prompt, sampling_params=GREEDY, return_logprob=True, logprob_start_len=0)
+        meta = out["meta_info"]
+        return [entry[0] for entry in (*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"])]
+
+    return _beside_cpu(bench, folder, logprobs)
 
 
 def _embeddings(bench: Bench, folder: str) -> str:
+    def embedding(engine: Engine) -> list[float]:
+        found: list[float] = engine.encode(input_ids=list(range(3, 60)))["embedding"]
+        return found
+
+    return _beside_cpu(bench, folder, embedding, is_embedding=True)
+
+
+def _beside_cpu(bench: Bench, folder: str, measure: Callable[[Engine], list[float]], **options: Any) -> str:
+    """How far numbers of an engine on the device are from those of one on the CPU, which must be nearly nothing."""
     found = []
-    for options in ({"device": bench.options.device}, {"device": "cpu", "disable_native_kernels": True}):
-        with small_engine(folder, {**options, "is_embedding": True}) as engine:
-            found.append(np.array(engine.encode(input_ids=list(range(3, 60)))["embedding"]))
+    for where in ({"device": bench.options.device}, ON_CPU):
+        with small_engine(folder, {**where, **options}) as engine:
+            found.append(np.array(measure(engine)))
     difference = float(np.abs(found[0] - found[1]).max())
     assert difference < 1e-3, difference
     return f"at most {difference:.1e} from the CPU's"
 
 
 def _fp8_cache(bench: Bench, folder: str) -> str:
-    if bench.options.device == "cpu":
+    if not bench.on_gpu:
         return "needs a GPU"
     on = {"device": "cuda", "dtype": "bfloat16"}
     want, _ = answers(folder, on)
@@ -102,9 +95,8 @@ def _fp8_cache(bench: Bench, folder: str) -> str:
 
 
 def _compiled(bench: Bench, folder: str) -> str:
-    if bench.options.device == "cpu":
+    if not bench.on_gpu:
         return "needs a GPU"
     want, _ = answers(folder, {"device": "cuda"})
     got, seconds = answers(folder, {"device": "cuda", "enable_torch_compile": True})
-    differ = sum(a != b for a, b in zip(want, got, strict=True))
-    return f"{differ} of {len(want)} requests differ, {seconds:.1f} s with compiling"
+    return f"{differing(want, got)} of {len(want)} requests differ, {seconds:.1f} s with compiling"

@@ -53,7 +53,7 @@ class Work:
 
     def fits(self, bench: Bench, num_tokens: int, batch: int, context: int) -> bool:
         """Whether the weights, a KV cache of `num_tokens` tokens and the graphs fit on the device."""
-        if bench.options.device == "cpu":
+        if not bench.on_gpu:
             return True
         free = torch.cuda.mem_get_info()[0] - _SPARE_BYTES
         cache = num_tokens * kv_shape(self.config, torch.bfloat16).bytes_per_token

@@ -5,6 +5,7 @@ Both sides begin from the same rounded inputs. A check that fails is a row of it
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,7 @@ def _token_masks(rows: int, vocab: int) -> torch.Tensor:
 def attention_checks(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, Check]]:
     """Compare every backend that can run here with plain torch in float32, over prefill, extension and decode."""
     cases = [(64, 9, 3, 0, 0.0), (128, 32, 8, 0, 0.0), (128, 32, 4, 64, 0.0), (256, 8, 4, 0, 30.0)]
-    for head_dim, heads, kv_heads, window, cap in cases[: 1 if bench.options.tiny else None]:
+    for head_dim, heads, kv_heads, window, cap in cases[: 1 if bench.tiny else None]:
         spec = AttentionLayerSpec(0, heads, kv_heads, head_dim, head_dim**-0.5, window, cap)
         name_of_dtype = str(dtype).removeprefix("torch.")
         needs = AttentionNeeds(bench.options.device, True, head_dim, name_of_dtype, None)
@@ -141,28 +142,29 @@ def attention_checks(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, Ch
             if backend.reasons_against(needs):
                 continue
 
-            def compare(
-                backend: type[AttentionBackend] = backend, spec: AttentionLayerSpec = spec
-            ) -> tuple[float, float]:
-                got = _attention_outputs(backend, spec, bench.device, dtype, dtype)
-                want = _attention_outputs(TorchNativeAttention, spec, torch.device("cpu"), torch.float32, dtype)
-                return distance(got, want), BF16_ERROR
-
             window_text = f", window {window}" if window else ""
-            yield f"attention {backend.name}: {heads}/{kv_heads} heads of {head_dim}{window_text}", compare
+            name = f"attention {backend.name}: {heads}/{kv_heads} heads of {head_dim}{window_text}"
+            yield name, partial(_compare_attention, backend, spec, bench.device, dtype)
+
+
+def _compare_attention(
+    backend: type[AttentionBackend], spec: AttentionLayerSpec, device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
+    got = _attention_outputs(backend, spec, device, dtype, dtype)
+    want = _attention_outputs(TorchNativeAttention, spec, torch.device("cpu"), torch.float32, dtype)
+    return distance(got, want), BF16_ERROR
 
 
 def _attention_outputs(
-    chosen: type[AttentionBackend],
+    kind: type[AttentionBackend],
     spec: AttentionLayerSpec,
     device: torch.device,
     dtype: torch.dtype,
     rounded: torch.dtype,
 ) -> torch.Tensor:
     """What a backend gives in three steps of three sequences, [tokens, heads * head_dim]. Inputs are rounded to `rounded`."""
-    page = chosen.page_size
+    backend, page = kind(), kind.page_size
     room = 400 // page * page + page
-    backend = chosen()
     backend.make_kv_pool(KvShape(1, spec.num_kv_heads, spec.head_dim, dtype), 3 * room, page, device)
     pages = torch.randperm(3 * room // page, generator=torch.Generator().manual_seed(0)).to(torch.int32)
     slots = (pages[:, None] * page + torch.arange(page, dtype=torch.int32)).reshape(3, room)
@@ -190,22 +192,19 @@ def _attention_outputs(
 
 def check_kernels(bench: Bench, rows: Rows) -> None:
     """Every op and backend against torch on the CPU; each one that fails is a row of its own."""
-    dtype = torch.bfloat16 if bench.options.device == "cuda" else torch.float32
+    dtype = torch.bfloat16 if bench.on_gpu else torch.float32
     checks: list[tuple[str, Check]] = [
         *op_checks(bench.device, dtype),
         *attention_checks(bench, dtype),
         *format_checks(bench.device),
         ("tokens: graphs, eager and CPU", lambda: token_check(bench)),
     ]
-    if bench.options.device == "cuda":
+    if bench.on_gpu:
         checks.append(("no step waits for the device", lambda: wait_check(bench)))
     for what, check in checks:
-        try:
+        with rows.failure_of(what):
             error, limit = check()
-        except Exception as failure:  # the boundary of a check: the others go on
-            rows.add(what, f"failed: {type(failure).__name__}: {failure}"[:300], ok=False)
-            continue
-        rows.add(what, f"error {error:.2g}", ok=error <= limit, expected=f"<= {limit:g}", error=error)
+            rows.add(what, f"error {error:.2g}", ok=error <= limit, expected=f"<= {limit:g}", error=error)
 
 
 def format_checks(device: torch.device) -> Iterator[tuple[str, Check]]:

@@ -1,9 +1,9 @@
-"""Plans of decode steps over sequences whose context counts as cached.
+"""Plans of steps: row r owns the slots r * room onwards. Of prompts, and of decode steps over sequences whose context counts as cached.
 
 The KV cache behind them holds zeros, which take as long to read as any other values.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -21,22 +21,32 @@ PENALISED = ResolvedSamplingParams(
 def decode_plans(
     batch: int, context: int, vocab_size: int, room: int, sampling: ResolvedSamplingParams = GREEDY
 ) -> Iterator[ModelWorkerBatch]:
-    """Decode steps of `batch` sequences whose first `context` tokens count as cached; row r owns the slots r * room onwards."""
+    """Decode steps of `batch` sequences whose first `context` tokens count as cached."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, (batch, context + 1)).astype(np.int32)
-    first = np.arange(batch, dtype=np.int32) * room
     new = tuple(
-        sequence(r, tokens[r], (first[r] + np.arange(context, dtype=np.int32)).astype(np.int32), sampling)
-        for r in range(batch)
+        _sequence(row, tokens[row], np.arange(row * room, row * room + context, dtype=np.int32), sampling)
+        for row in range(batch)
     )
-    seqs, ones = np.arange(batch, dtype=np.int32), np.ones(batch, np.int32)
     for step in range(room - context - 1):
-        starts = np.full(batch, context + step, np.int32)
-        yield ModelWorkerBatch(step, new if step == 0 else (), seqs, starts, ones, ones, first + starts)
+        yield decode_plan(step, np.full(batch, context + step, np.int32), room, new if step == 0 else ())
 
 
-def sequence(
-    seq: int, tokens: Int32Array, cached: Int32Array, sampling: ResolvedSamplingParams = GREEDY
-) -> NewSequence:
+def decode_plan(step: int, starts: Int32Array, room: int, new: tuple[NewSequence, ...] = ()) -> ModelWorkerBatch:
+    """One token of each row."""
+    seqs, ones = np.arange(len(starts), dtype=np.int32), np.ones(len(starts), np.int32)
+    return ModelWorkerBatch(step, new, seqs, starts, ones, ones, seqs * room + starts)
+
+
+def prompt_plan(step: int, prompts: Sequence[Int32Array], room: int) -> ModelWorkerBatch:
+    """All of some prompts."""
+    nothing, seqs = np.empty(0, np.int32), np.arange(len(prompts), dtype=np.int32)
+    new = tuple(_sequence(row, prompt, nothing, GREEDY) for row, prompt in enumerate(prompts))
+    slots = [np.arange(row * room, row * room + len(prompt), dtype=np.int32) for row, prompt in enumerate(prompts)]
+    counts = np.array([len(prompt) for prompt in prompts], np.int32)
+    return ModelWorkerBatch(step, new, seqs, 0 * seqs, counts, np.ones_like(seqs), np.concatenate(slots))
+
+
+def _sequence(seq: int, tokens: Int32Array, cached: Int32Array, sampling: ResolvedSamplingParams) -> NewSequence:
     return NewSequence(
         seq=seq,
         rid=str(seq),

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from bench.gpu.bench import Bench, Clock, Rows
+from bench.gpu.bench import Bench, Rows
 from headrace import kernels
 
 
@@ -18,8 +18,8 @@ def device_facts(bench: Bench, rows: Rows) -> None:
         try:
             rows.add(module, str(__import__(module).__version__))
         except ImportError:
-            rows.add(module, "not installed", ok=module != "triton" or bench.options.device == "cpu")
-    if bench.options.device == "cuda":
+            rows.add(module, "not installed", ok=module != "triton" or not bench.on_gpu)
+    if bench.on_gpu:
         facts = torch.cuda.get_device_properties(0)
         rows.add("device", facts.name)
         rows.add("compute capability", f"{facts.major}.{facts.minor}")
@@ -31,24 +31,18 @@ def device_facts(bench: Bench, rows: Rows) -> None:
 
 def measure_rates(bench: Bench, rows: Rows) -> None:
     """The best rates of this device: copying memory, and multiplying matrices."""
-    clock, sizes = bench.clock, bench.sizes
+    sizes = bench.sizes
     source = torch.zeros(sizes.copy, dtype=torch.uint8, device=bench.device)
-    seconds = _best(clock, partial(torch.empty_like(source).copy_, source))
+    seconds = _best(bench, partial(torch.empty_like(source).copy_, source))
     rate = 2 * sizes.copy / seconds
     rows.add("copy bandwidth", f"{rate / 1e9:.0f} GB/s, read and write", bytes_per_s=rate)
     size = (sizes.product, sizes.product)
     a, b = (torch.randn(size, device=bench.device).to(torch.bfloat16) for _ in range(2))
-    seconds = _best(clock, lambda: torch.mm(a, b))
+    seconds = _best(bench, lambda: torch.mm(a, b))
     rate = 2 * sizes.product**3 / seconds
     rows.add("bfloat16 products", f"{rate / 1e12:.1f} TFLOP/s", flops_per_s=rate)
 
 
-def _best(clock: Clock, work: Callable[[], object], repeat: int = 20) -> float:
+def _best(bench: Bench, work: Callable[[], object], repeat: int = 20) -> float:
     work()
-    seconds = []
-    for _ in range(repeat):
-        begin = clock.mark()
-        work()
-        end = clock.mark()
-        seconds.append(clock.seconds(begin, end))
-    return min(seconds)
+    return min(bench.clock.time(work) for _ in range(repeat))

@@ -19,10 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / ".whl"
 _TRITON = "triton==3.6.0"
 _PYTHON = "3.12"
-_PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (35, 34, 31, 28, 27, 26, 24, 17)] + [
-    "manylinux2014_x86_64",
-    "manylinux1_x86_64",
-]
+_PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (35, 34, 31, 28, 27, 26, 24, 17)]
+_PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64"]
 _MOST_BYTES = 64 << 20
 _TRAVELS = """
 annotated-doc annotated-types cffi fastapi gguf google-re2 httptools llguidance msgspec opentelemetry-api pycparser pydantic pydantic-core
@@ -76,18 +74,8 @@ def _download(names: list[str]) -> None:
     missing = [name for name in names if not list(WHEELS.glob(f"{name.replace('-', '_')}-{version(name)}-*.whl"))]
     if not missing:
         return
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--python-version",
-        _PYTHON,
-    ]
-    command += ["--implementation", "cp", "-d", str(WHEELS)]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+    command += ["--python-version", _PYTHON, "--implementation", "cp", "-d", str(WHEELS)]
     for platform in _PLATFORMS:
         command += ["--platform", platform]
     subprocess.run([*command, *(f"{name}=={version(name)}" for name in missing)], check=True)
@@ -95,37 +83,22 @@ def _download(names: list[str]) -> None:
 
 def _check_size() -> bool:
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0")
-    tree = sum(
-        (ROOT / os.fsdecode(name)).stat().st_size for name in tracked if name and (ROOT / os.fsdecode(name)).is_file()
-    )
+    files = [ROOT / os.fsdecode(name) for name in tracked if name]
+    tree = sum(path.stat().st_size for path in files if path.is_file())
     wheels = sum(path.stat().st_size for path in WHEELS.iterdir())
     print(f"   {tree / 2**20:.1f} MiB of files and {wheels / 2**20:.1f} MiB of wheels")
     return tree + wheels < _MOST_BYTES
 
 
 def _check_syntax() -> bool:
-    python = shutil.which("python3.12")
-    found = python is not None and subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
-    if not found:
-        pyenv = sorted(Path.home().glob(".pyenv/versions/3.12*/bin/python3.12"))
-        python = str(pyenv[-1]) if pyenv else None
-    if python is None:
+    known = [shutil.which("python3.12"), *sorted(map(str, Path.home().glob(".pyenv/versions/3.12*/bin/python3.12")))]
+    runs = [path for path in known if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0]
+    if not runs:
         print("   no python3.12 here: not tried")
         return True
     with tempfile.TemporaryDirectory() as cache:
-        command = [
-            python,
-            "-X",
-            f"pycache_prefix={cache}",
-            "-W",
-            "error",
-            "-m",
-            "compileall",
-            "-qq",
-            "src",
-            "tests",
-            "bench",
-        ]
+        command = [runs[0], "-X", f"pycache_prefix={cache}", "-W", "error"]
+        command += ["-m", "compileall", "-qq", "src", "tests", "bench"]
         return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
@@ -156,14 +129,10 @@ def _modules(there: Iterable[str]) -> set[str]:
     """Top-level modules that can be imported on that machine."""
     names = set(there) | {"headrace", "setuptools", "pip"}
     if "huggingface-hub" in names:
-        names |= {
-            "httpx2",
-            "httpcore2",
-            "truststore",
-        }  # the HTTP client of the version that is installed here; there it has its own version's
-    modules = {
-        module for module, owners in packages_distributions().items() if names & {_plain(owner) for owner in owners}
-    }
+        # The HTTP client of the version that is installed here; there it has its own version's.
+        names |= {"httpx2", "httpcore2", "truststore"}
+    owners_of = packages_distributions().items()
+    modules = {module for module, owners in owners_of if names & set(map(_plain, owners))}
     for wheel in WHEELS.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             modules |= {re.split(r"[/.]", name)[0] for name in archive.namelist() if ".dist-info/" not in name}

@@ -3,13 +3,17 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
 from bench.gpu.bench import Bench, Clock
+from headrace.cache.base import PageAllocator
+from headrace.cache.radix_cache import RadixCache
 from headrace.config.server_args import ServerArgs
 from headrace.execution.build import build_worker
+from headrace.messages.channel import LocalChannels
+from headrace.messages.outputs import BatchTokenIDOut
 from headrace.messages.packing import pack_int32
 from headrace.messages.requests import (
     BatchTokenizedGenerateReqInput,
@@ -17,8 +21,12 @@ from headrace.messages.requests import (
     SampleTask,
     TokenizedGenerateReqInput,
 )
-from headrace.messages.step import ModelWorkerBatch, StepResult, Worker
+from headrace.messages.step import ModelWorkerBatch, Worker
+from headrace.processes.model_files import EndTokens
+from headrace.processes.scheduler_process import scheduler_config
 from headrace.sampling.params import ResolvedSamplingParams
+from headrace.scheduler.kv_manager import KVManager, KvPart
+from headrace.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +48,6 @@ class MarkedWorker:
     def __init__(self, worker: Worker, clock: Clock) -> None:
         self._worker = worker
         self._clock = clock
-        self.weights = worker.weights
-        self.loras = worker.loras
-        self.pages, self.pages_refusal = worker.pages, worker.pages_refusal
-        self.profile = worker.profile
-        self.count_experts = worker.count_experts
-        self.ends_within = worker.ends_within
         self.steps: list[MarkedStep] = []
 
     def submit(self, batch: ModelWorkerBatch) -> None:
@@ -58,34 +60,19 @@ class MarkedWorker:
             MarkedStep(len(batch.seqs), batch.num_tokens, num_logits, num_cached, pairs, begin, self._clock.mark())
         )
 
-    def collect(self) -> StepResult:
-        return self._worker.collect()
-
-    def idle(self, left: tuple[int, ...]) -> None:
-        self._worker.idle(left)
-
-    def close(self) -> None:
-        self._worker.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
 
 
 class Scheduled:
     """A scheduler over a model with random weights."""
 
     def __init__(self, bench: Bench, model: str, args: ServerArgs) -> None:
-        from headrace.cache.base import PageAllocator
-        from headrace.cache.radix_cache import RadixCache
-        from headrace.messages.channel import LocalChannels
-        from headrace.processes.model_files import EndTokens
-        from headrace.processes.scheduler_process import scheduler_config
-        from headrace.scheduler.kv_manager import KVManager, KvPart
-        from headrace.scheduler.scheduler import Scheduler
-
         def no_stop_strings(request: TokenizedGenerateReqInput) -> NoReturn:
             raise AssertionError("no request has stop strings")
 
-        self.worker: Worker
-        self.worker, self.info = build_worker(args)
-        self.marked = MarkedWorker(self.worker, bench.clock)
+        worker, self.info = build_worker(args)
+        self.marked = MarkedWorker(worker, bench.clock)
         channels = LocalChannels()
         pages = PageAllocator(self.info.max_total_tokens // self.info.page_size, self.info.page_size)
         config = bench.config(model)
@@ -93,7 +80,7 @@ class Scheduled:
         self._scheduler = Scheduler(
             scheduler_config(args, config, self.info, ends),
             KVManager([KvPart(pages, RadixCache(self.info.page_size))], self.info.max_running_requests),
-            self.marked,
+            cast(Worker, self.marked),
             channels.receiver("to_scheduler"),
             channels.sender("to_detokenizer"),
             channels.sender("to_tokenizer"),
@@ -105,17 +92,13 @@ class Scheduled:
 
     def run(self, lengths: Sequence[tuple[int, int]]) -> float:
         """Seconds until all requests of so many tokens (in, out), sent at once, are done. Greedy; their prompts have nothing in common."""
-        from headrace.messages.outputs import BatchTokenIDOut
-
         self.marked.steps.clear()
         requests = []
         for num_in, num_out in lengths:
             self._sent += 1
             sampling = ResolvedSamplingParams(max_new_tokens=num_out, seed=0, temperature=0.0, ignore_eos=True)
-            prompt = pack_int32(self._rng.integers(0, self.info.vocab_size, num_in).tolist())
-            requests.append(
-                TokenizedGenerateReqInput(rid=f"{self._sent}", content=PromptContent(prompt), task=SampleTask(sampling))
-            )
+            prompt = PromptContent(pack_int32(self._rng.integers(0, self.info.vocab_size, num_in).tolist()))
+            requests.append(TokenizedGenerateReqInput(f"{self._sent}", prompt, SampleTask(sampling)))
         begin = time.perf_counter()
         self._requests.send(BatchTokenizedGenerateReqInput(tuple(requests)))
         waiting = len(lengths)

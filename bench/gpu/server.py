@@ -39,15 +39,10 @@ def measure_server(bench: Bench, rows: Rows) -> None:
         save_tokenizer(folder, config.vocab_size)
         options = ["--load-format", "dummy", "--tokenizer-path", name, "--device", bench.options.device]
         options += ["--context-length", "2048", "--max-running-requests", "64", "--served-model-name", "random"]
-        if bench.options.tiny:
+        if bench.tiny:
             overrides = json.dumps({**TINY, "vocab_size": 300})
-            options += [
-                "--json-model-override-args",
-                overrides,
-                "--max-total-tokens",
-                "65536",
-                "--disable-native-kernels",
-            ]
+            options += ["--json-model-override-args", overrides, "--max-total-tokens", "65536"]
+            options += ["--disable-native-kernels"]
         begin = time.perf_counter()
         with own_server(str(CONFIGS / model), options) as server:
             seconds = time.perf_counter() - begin
@@ -55,20 +50,19 @@ def measure_server(bench: Bench, rows: Rows) -> None:
             with urllib.request.urlopen(f"{server.url}/server_info") as answer:
                 info = json.load(answer)
             rows.add("max_total_tokens", str(info.get("max_total_tokens", "not told")))
-            if bench.options.device == "cuda":
+            if bench.on_gpu:
                 used = subprocess.run(
                     ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader"],
                     capture_output=True, text=True, check=False,
                 )  # fmt: skip
                 rows.add("memory of the card", used.stdout.strip())
-            for preset, concurrency in (
-                (("B8", None),) if bench.options.tiny else (("B32", 64), ("B8", None), ("B32", None), ("C", None))
-            ):
+            presets: list[tuple[str, int | None]] = [("B32", 64), ("B8", None), ("B32", None), ("C", None)]
+            for preset, concurrency in presets[1:2] if bench.tiny else presets:
                 _measure(bench, rows, server.url, name, preset, concurrency)
 
 
 def _measure(bench: Bench, rows: Rows, url: str, tokenizer: str, preset: str, concurrency: int | None) -> None:
-    num_requests = 2 if bench.options.tiny else None
+    num_requests = 2 if bench.tiny else None
     load = LoadOptions(presets=preset, tokenizer=tokenizer, concurrency=concurrency, num_requests=num_requests)
     done = run_serving(ServingOptions(urls=(url,), load=load), Console(stderr=True))
     figures = done["results"][0]["median"]

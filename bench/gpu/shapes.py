@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 from bench.gpu.bench import Bench, Rows
-from headrace.kernels import PackedExperts, pack_experts
+from headrace.kernels import pack_experts
 from headrace.kernels.packing import PackedLinear
 from headrace.kernels.torch_fallback import linear as torch_linear
 from headrace.kernels.torch_quantized import FP8
@@ -22,7 +22,7 @@ from headrace.kernels.triton.attention.plan import Tile
 from headrace.kernels.triton.experts import LARGE, SMALL, moe_in_tiles
 from headrace.kernels.triton.launch import Tile as ProductTile
 from headrace.kernels.triton.linear import INT4_ROWS, described_linear, int4_rows, invariant_linear
-from headrace.kernels.triton.one_row import SHAPES, Shape, one_row_linear
+from headrace.kernels.triton.one_row import SHAPES, one_row_linear
 
 _MANY_BYTES = 256 << 20
 """Of what is read before it is read again: several times the second-level cache."""
@@ -39,9 +39,9 @@ class _Tries:
 
     def __init__(self, bench: Bench, rows: Rows) -> None:
         self.bench, self.rows = bench, rows
-        self.tiny = bench.options.tiny
+        self.tiny = bench.tiny
         self.device = bench.device
-        self.dtype = torch.bfloat16 if bench.options.device == "cuda" else torch.float32
+        self.dtype = torch.bfloat16 if bench.on_gpu else torch.float32
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
@@ -71,20 +71,15 @@ class _Tries:
             for one in inputs:
                 run(one)
 
-        clock, work = self.bench.clock, all_of_them
+        work: Callable[[], object] = all_of_them
         all_of_them()
-        if self.bench.options.device == "cuda":
+        if self.bench.on_gpu:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 all_of_them()
             work = graph.replay
             work()
-        times = []
-        for _ in range(repeat):
-            begin = clock.mark()
-            work()
-            times.append(clock.seconds(begin, clock.mark()))
-        return median(times) / len(inputs)
+        return median(self.bench.clock.time(work) for _ in range(repeat)) / len(inputs)
 
 
 def measure_shapes(bench: Bench, rows: Rows) -> None:
@@ -119,14 +114,16 @@ def _linear(tries: _Tries, n: int, k: int, layout: str, num_bytes: int) -> None:
     shapes = [replace(shape, columns=columns, stages=stages) for columns in (4, 8, 16) for stages in (2, shape.stages)]
     for one in tries.few(shapes):
         name = f"one row [{n}, {k}] {layout} {astuple(one)}"
-        tries.add(name, partial(_one_row, x[:1], out[:1], one), weights, num_bytes)
+        run = partial(one_row_linear, x[:1], out=out[:1], accumulate=False, shape=one)
+        tries.add(name, run, weights, num_bytes)
     for rows in (1, 4, 16, 64) if layout == "torch" else ():
-        name = f"torch [{n}, {k}], {rows} rows"
-        tries.add(name, partial(_torch, x[:rows]), weights, num_bytes)
+        whole = partial(torch_linear, x[:rows], out=None, accumulate=False)
+        tries.add(f"torch [{n}, {k}], {rows} rows", whole, weights, num_bytes)
     for rows in (4, 64) if layout == "torch_int4" else ():
         for few in tries.few((INT4_ROWS, replace(INT4_ROWS, inner=32, stages=3))):
             name = f"{rows} rows [{n}, {k}] {layout} {astuple(few)}"
-            tries.add(name, partial(_int4_rows, x[:rows], out[:rows], few), weights, num_bytes)
+            run = partial(int4_rows, x[:rows], out=out[:rows], accumulate=False, shape=few)
+            tries.add(name, run, weights, num_bytes)
 
 
 def _invariant(tries: _Tries, n: int, k: int) -> None:
@@ -137,15 +134,18 @@ def _invariant(tries: _Tries, n: int, k: int) -> None:
     want = invariant_linear(x[:1], weights[0], None, False)
     for tile in tries.few(_FEW_INVARIANT):
         name = f"invariant [{n}, {k}], 64 rows {astuple(tile)}"
-        tries.add(name, partial(_invariant_rows, x[:64], tile), weights, num_bytes)
+        run = partial(invariant_linear, x[:64], out=None, accumulate=False, tile=tile)
+        tries.add(name, run, weights, num_bytes)
         same = torch.equal(invariant_linear(x[:64], weights[0], None, False, tile)[:1], want)
         tries.rows.add(f"bits of {name}", "the same" if same else "others", ok=same)
     flops = 2.0 * n * k * many
-    tries.add(f"torch [{n}, {k}], {many} rows", partial(_torch, x), weights[:1], 0, flops)
-    for tile in tries.few(_MANY_INVARIANT) if tries.bench.options.device == "cuda" else ():
+    whole = partial(torch_linear, x, out=None, accumulate=False)
+    tries.add(f"torch [{n}, {k}], {many} rows", whole, weights[:1], 0, flops)
+    for tile in tries.few(_MANY_INVARIANT) if tries.bench.on_gpu else ():
         name = f"invariant [{n}, {k}], {many} rows {astuple(tile)}"
-        tries.add(name, partial(_described, x, out, tile), weights[:1], 0, flops)
-        described_linear(x, weights[0], out, False, tile)
+        described = partial(described_linear, x, out=out, accumulate=False, tile=tile)
+        tries.add(name, described, weights[:1], 0, flops)
+        described(weights[0])
         same = torch.equal(out[:1], want)
         tries.rows.add(f"bits of {name}", "the same" if same else "others", ok=same)
 
@@ -157,26 +157,23 @@ def _experts(tries: _Tries) -> None:
     def packed(n: int, k: int) -> list[PackedLinear]:
         return [PackedLinear(n, k, "torch", part, None) for part in tries.random(num, n, k) / 64]
 
-    layers = [
-        pack_experts(packed(2 * inter, hidden), packed(hidden, inter), "silu") for _ in range(1 if tries.tiny else 3)
-    ]
+    count = 1 if tries.tiny else 3
+    layers = [pack_experts(packed(2 * inter, hidden), packed(hidden, inter), "silu") for _ in range(count)]
     for rows in (1, 3) if tries.tiny else (1, 16, 64):
         ids = torch.stack([torch.randperm(num, device=tries.device)[:top] for _ in range(rows)])
         x, shares = tries.random(rows, hidden), torch.full((rows, top), 1 / top, device=tries.device)
         num_bytes = len(ids.unique()) * 3 * hidden * inter * 2
         for tile in tries.few(_EXPERTS):
             name = f"experts, {rows} rows {astuple(tile)}"
-            tries.add(name, partial(_mixture, x, ids, shares, tile), layers * 4, num_bytes)
+            tries.add(name, partial(moe_in_tiles, x, ids, shares, tile=tile), layers * 4, num_bytes)
 
 
 def _decode(tries: _Tries) -> None:
     context, head_dim, kv_heads, heads = (40, 16, 2, 4) if tries.tiny else (1024, 128, 8, 32)
     for batch in (1, 3) if tries.tiny else (1, 64, 256):
         num_bytes = 4 * batch * context * kv_heads * head_dim
-        pools = [
-            [tries.random(batch * context, kv_heads, head_dim) for _ in range(2)]
-            for _ in range(tries.copies(num_bytes))
-        ]
+        shape, copies = (batch * context, kv_heads, head_dim), tries.copies(num_bytes)
+        pools = [[tries.random(*shape) for _ in range(2)] for _ in range(copies)]
         plan, q = _plan(tries, batch, context, 1), tries.random(batch, heads, head_dim)
         for tile in tries.few(_DECODE):
             with patch.object(decode, "decode_tile", lambda *args, t=tile, **kwargs: t):
@@ -192,32 +189,6 @@ def _prefill(tries: _Tries) -> None:
     for tile in tries.few(_PREFILL):
         with patch.object(extend, "extend_tile", lambda *args, t=tile, **kwargs: t):
             tries.add(f"prefill {tokens} {astuple(tile)}", partial(_attend, q, plan), pools, 0, flops)
-
-
-def _one_row(x: torch.Tensor, out: torch.Tensor, shape: Shape, weight: PackedLinear) -> None:
-    one_row_linear(x, weight, out, False, shape)
-
-
-def _int4_rows(x: torch.Tensor, out: torch.Tensor, shape: Shape, weight: PackedLinear) -> None:
-    int4_rows(x, weight, out, False, shape)
-
-
-def _torch(x: torch.Tensor, weight: PackedLinear) -> None:
-    torch_linear(x, weight, None, False)
-
-
-def _invariant_rows(x: torch.Tensor, tile: ProductTile, weight: PackedLinear) -> None:
-    invariant_linear(x, weight, None, False, tile)
-
-
-def _described(x: torch.Tensor, out: torch.Tensor, tile: ProductTile, weight: PackedLinear) -> None:
-    described_linear(x, weight, out, False, tile)
-
-
-def _mixture(
-    x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, tile: ProductTile, experts: PackedExperts
-) -> None:
-    moe_in_tiles(x, ids, shares, experts, tile)
 
 
 def _attend(q: torch.Tensor, plan: Plan, pool: list[torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from bench.gpu.bench import TINY, Bench
 from bench.gpu.options import CONFIGS
-from bench.gpu.plans import DRAWN, GREEDY, PENALISED, check_result, decode_plans, sequence
+from bench.gpu.plans import DRAWN, GREEDY, PENALISED, check_result, decode_plan, decode_plans, prompt_plan
 from headrace import kernels
 from headrace.checkpoint.model_config import load_model_config
 from headrace.checkpoint.source import dummy_checkpoint
@@ -18,8 +19,16 @@ from headrace.config.server_args import ServerArgs
 from headrace.execution.build import build_worker
 from headrace.execution.load_weights import load_model
 from headrace.layers.weight import Placement
-from headrace.messages.step import ModelWorkerBatch
 from headrace.models.registry import model_class_for
+
+_ROOM = 160
+_SMALL = {**TINY, "head_dim": 64, "tie_word_embeddings": False}
+_OPTIONS: dict[str, Any] = {
+    "json_model_override_args": json.dumps(_SMALL),
+    "max_running_requests": 3,
+    "context_length": _ROOM,
+    "max_total_tokens": 3 * _ROOM,
+}
 
 
 def token_check(bench: Bench) -> tuple[float, float]:
@@ -30,16 +39,16 @@ def token_check(bench: Bench) -> tuple[float, float]:
         common = {"load_format": "auto", "model_path": name, "json_model_override_args": "{}", "dtype": "float32"}
         variants: list[dict[str, Any]] = [{"disable_cuda_graph": False}, {"disable_cuda_graph": True}]
         variants.append({"device": "cpu", "disable_native_kernels": True, "disable_overlap_schedule": True})
-        got = [_greedy(bench.args("smollm2-135m", **{**_small(3), **common, **variant})) for variant in variants]
+        got = [_greedy(bench.args("smollm2-135m", **{**_OPTIONS, **common, **variant})) for variant in variants]
     return float(sum(a != b for other in got[1:] for a, b in zip(got[0], other, strict=True))), 0.0
 
 
 def wait_check(bench: Bench) -> tuple[float, float]:
     """Decode steps, by graphs and eagerly, greedy, drawn and with penalties, under torch's check for hidden waits, which raises."""
     for eagerly in (False, True):
-        worker, _ = build_worker(bench.args("smollm2-135m", disable_cuda_graph=eagerly, **_small(3)))
+        worker, _ = build_worker(bench.args("smollm2-135m", disable_cuda_graph=eagerly, **_OPTIONS))
         for sampling in (GREEDY, DRAWN, PENALISED):
-            plans = decode_plans(3, 40, 100, 160, sampling)
+            plans = decode_plans(3, 40, 100, _ROOM, sampling)
             for _ in range(3):
                 worker.submit(next(plans))
                 check_result(worker.collect())
@@ -55,26 +64,16 @@ def wait_check(bench: Bench) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def _small(rows: int) -> dict[str, Any]:
-    overrides = json.dumps({**TINY, "head_dim": 64, "tie_word_embeddings": False})
-    return {
-        "json_model_override_args": overrides,
-        "max_running_requests": rows,
-        "context_length": 160,
-        "max_total_tokens": rows * 160,
-    }
-
-
 def save_small(folder: Path) -> None:
     """A small llama with random weights of the CPU's generator, as a checkpoint."""
     from safetensors.torch import save_file
 
     raw = json.loads((CONFIGS / "smollm2-135m" / "config.json").read_text())
-    raw |= {**TINY, "head_dim": 64, "tie_word_embeddings": False, "torch_dtype": "float32"}
+    raw |= {**_SMALL, "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(raw))
     config = load_model_config(folder)
     spec = model_class_for(config)
-    placement = Placement(torch.device("cpu"), torch.float32, 160)
+    placement = Placement(torch.device("cpu"), torch.float32, _ROOM)
     checkpoint = dummy_checkpoint(folder)
     with kernels.prefer("torch"):
         model = load_model(checkpoint, spec, placement)
@@ -86,21 +85,11 @@ def save_small(folder: Path) -> None:
 def _greedy(args: ServerArgs) -> list[int]:
     """Tokens of three sequences, prompts of 40, 9 and 17, then 12 steps together."""
     worker, info = build_worker(args)
-    lengths = np.array([40, 9, 17], np.int32)
-    rng = np.random.default_rng(0)
-    room = 160
-    new = tuple(
-        sequence(r, rng.integers(0, info.vocab_size, n).astype(np.int32), np.empty(0, np.int32))
-        for r, n in enumerate(lengths)
-    )
-    seqs = np.arange(3, dtype=np.int32)
-    slots = np.concatenate([r * room + np.arange(n) for r, n in enumerate(lengths)]).astype(np.int32)
-    ones = np.ones(3, np.int32)
-    worker.submit(ModelWorkerBatch(0, new, seqs, np.zeros(3, np.int32), lengths, ones, slots))
-    tokens = worker.collect().ids.tolist()
-    for step in range(12):
-        starts = (lengths + step).astype(np.int32)
-        plan = ModelWorkerBatch(step + 1, (), seqs, starts, ones, ones, seqs * room + starts)
+    rng, lengths = np.random.default_rng(0), np.array([40, 9, 17], np.int32)
+    prompts = [rng.integers(0, info.vocab_size, length).astype(np.int32) for length in lengths]
+    tokens: list[int] = []
+    decoding = (decode_plan(step + 1, (lengths + step).astype(np.int32), _ROOM) for step in range(12))
+    for plan in chain([prompt_plan(0, prompts, _ROOM)], decoding):
         worker.submit(plan)
         tokens += worker.collect().ids.tolist()
     worker.close()

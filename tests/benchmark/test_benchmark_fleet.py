@@ -13,7 +13,7 @@ from rich.console import Console
 from bench.fleet import disaggregation
 from bench.fleet.__main__ import main
 from bench.fleet.costs import DEFAULT_COSTS, StepSeconds, fit, read_costs
-from bench.fleet.options import FleetOptions, ReplicaOptions, WorkloadOptions, policy_names
+from bench.fleet.options import FleetOptions, ReplicaOptions, WorkloadOptions
 from bench.fleet.outcome import Outcome
 from bench.fleet.run import run_fleet
 from bench.fleet.simulation import Fleet
@@ -160,7 +160,6 @@ def test_a_file_without_step_costs_is_refused(text: str, why: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: policy_names("cache_aware,fastest"), "'fastest'"),
         (lambda: FleetOptions(replicas=(0,)), "--replicas"),
         (lambda: FleetOptions(rate=0.0), "--rate"),
         (lambda: FleetOptions(failures=-1), "--failures"),

@@ -136,7 +136,7 @@ def test_the_rates_of_an_earlier_run_are_taken(tmp_path, capsys):
 def test_names_that_do_not_exist_are_refused(capsys):
     with pytest.raises(SystemExit):
         main([*DRY, "--only", "device,speed"])
-    assert "no piece is called speed" in capsys.readouterr().err
+    assert "--only: takes any of device, kernels" in capsys.readouterr().err
 
 
 def test_a_floor_counts_the_experts_that_are_met(monkeypatch):

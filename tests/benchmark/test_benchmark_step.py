@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.kernels import KernelOptions, run_kernels
+from bench.kernels import parse, run_kernels
 from headrace import kernels
 from headrace.benchmark.figures import timing
 from headrace.benchmark.step import MachineLimits, StepOptions, run_step
@@ -91,9 +91,9 @@ def test_a_step_without_rows_is_refused(dummy: ServerArgs, quiet: Console):
 
 def test_every_op_is_timed_and_written(quiet: Console, tmp_path: Path):
     output = tmp_path / "kernels.json"
-    options = KernelOptions(("135m",), ("rms", "attention", "linear out"), (1, 16), 32, repeat=1, output=output)
+    what = ["--shapes", "135m", "--ops", "rms,attention,linear out", "--rows", "1,16", "--context", "32"]
 
-    run_kernels(options, quiet)
+    run_kernels(parse([*what, "--repeat", "1", "--output", str(output)]), quiet)
 
     results = json.loads(output.read_text())["results"]
     assert {(row["op"], row["rows"]) for row in results} == {
@@ -103,10 +103,11 @@ def test_every_op_is_timed_and_written(quiet: Console, tmp_path: Path):
     assert all(row["num_bytes"] > 0 and row["time"]["median_s"] > 0 for row in results)
 
 
-@pytest.mark.parametrize("options", [KernelOptions(("7b",)), KernelOptions(("135m",), ("no_such_op",), (1,), repeat=1)])
-def test_an_unknown_shape_or_op_is_refused(options: KernelOptions, quiet: Console):
+def test_an_unknown_shape_or_op_is_refused(quiet: Console):
+    with pytest.raises(SystemExit):
+        parse(["--shapes", "7b"])
     with pytest.raises(ConfigError):
-        run_kernels(options, quiet)
+        run_kernels(parse(["--shapes", "135m", "--ops", "no_such_op", "--rows", "1", "--repeat", "1"]), quiet)
 
 
 def test_the_limit_is_the_longer_of_reading_and_computing():
