@@ -410,7 +410,6 @@ NB_MODULE(_native, m) {
       .def("begin_sum", [](RankGroup& group, Address x, int64_t n) { group.begin_sum(at<float>(x), n); }, unlocked)
       .def("finish_sum", [](RankGroup& group, Address x, int64_t n) { group.finish_sum(at<float>(x), n); }, unlocked)
       .def("num_begun", &RankGroup::num_begun)
-      .def("delay_sums", &RankGroup::delay_sums)
       .def("gather", &group_gather, unlocked)
       .def("send", &group_send)
       .def("receive", &group_receive)

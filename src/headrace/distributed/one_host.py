@@ -84,10 +84,6 @@ class SharedMemoryGroup:
         """Sums that this rank did not wait for at once."""
         return int(self._native.num_begun())
 
-    def delay_sums(self, seconds: float) -> None:
-        """For measurements: ranks see each other's parts of a sum this much later, as over a network. By one rank for all, between sums."""
-        self._native.delay_sums(seconds)
-
     def gather(self, x: torch.Tensor, columns: Sequence[int], out: torch.Tensor | None) -> None:
         if len(columns) != self.size:
             raise ValueError(f"gather: {len(columns)} numbers of columns for {self.size} ranks")

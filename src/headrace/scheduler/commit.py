@@ -22,6 +22,7 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> l
     """Apply `result` to the requests of `batch`, and return what they say. Rows of requests that have ended meanwhile are ignored."""
     outs: list[TokenIDOut] = []
     ids, id_starts = result.ids.tolist(), result.id_starts.tolist()
+    shares_ahead = state.tier is not None and not state.tier.writes_back
     for row, (req, start, count, num_logits) in enumerate(batch.rows):
         req.leave_step(start + count, num_logits)
         if req.finish is not None:
@@ -53,7 +54,7 @@ def commit(state: SchedulerState, batch: ScheduleBatch, result: StepResult) -> l
                 req.finish = FinishReason("abort", message="internal error", status_code=500)
         if start < req.num_prompt_tokens:
             _take_prefill(state, req, start)
-        if state.tier is not None and not state.tier.writes_back and req.finish is None and not req.skips_step:
+        if shares_ahead and req.finish is None and not req.skips_step:
             state.kv.share_ahead(req)
         out = end(state, req) if req.finish is not None else report(state, req)
         if out is not None:
@@ -259,9 +260,9 @@ def _output(state: SchedulerState, req: Req) -> TokenIDOut:
         prompt_logprobs,
         hidden_states,
         req.pooled,
-        tuple(req.versions),
+        req.versions,
     )
-    req.versions.clear()
+    req.versions = ()
     req.emitted = True
     req.num_sent_tokens = num_tokens
     return out

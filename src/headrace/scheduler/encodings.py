@@ -207,10 +207,10 @@ class Encodings:
 
     def _slices_in(self, seconds: float) -> int:
         """How many slices of the batch a step computes that has so much time for them: at least one."""
-        slice_s = self._slice_s_per_byte * self._part_bytes()
         if seconds == math.inf or not self._slices_left:
             return self._slices_left
         # As long as nothing is known of a slice, one is enough to learn from.
+        slice_s = self._slice_s_per_byte * self._part_bytes()
         return min(self._slices_left, max(1, int(seconds / slice_s)) if slice_s else 1)
 
     def _part_bytes(self) -> float:

@@ -101,7 +101,7 @@ def _add_decode_rows(
         num_wanted = req.num_to_schedule
         if num_wanted > 1 or (num_wanted and req.num_scheduled < req.num_prompt_tokens):
             catching_up.append(req)
-        elif num_wanted and req.seq >= 0 and batch.num_tokens < most_tokens:  # seq < 0: retracted just now
+        elif num_wanted and req.seq >= 0 and len(batch.out_slots) < most_tokens:  # seq < 0: retracted just now
             if num_stages > 1:
                 # What a step in flight samples is not known when the first stage begins the next one.
                 if req.num_sampling or not rows_left:

@@ -130,7 +130,7 @@ class Req:
     pending_hidden: list[bytes] = field(default_factory=list)
     num_hidden_rows: int = 0
     pooled: bytes = b""
-    versions: list[TokenVersions] = field(default_factory=list)
+    versions: tuple[TokenVersions, ...] = ()
     _version: tuple[Weights, Weights, str, str] | None = None
 
     @classmethod
@@ -249,10 +249,11 @@ class Req:
         """
         self.num_in_flight += 1
         self.num_scheduled = num_scheduled = self.num_scheduled + count
-        self.num_drafts = max(0, num_scheduled - (len(self.token_ids) + self.num_sampling))
+        num_beyond = num_scheduled - len(self.token_ids) - self.num_sampling
+        self.num_drafts = num_beyond if num_beyond > 0 else 0
         if count - self.num_drafts > 1 or num_scheduled - count < self.num_prompt_tokens:
             self.note("chunk", at_s, count)
-        if self.is_prefill_only or num_scheduled < len(self.token_ids) + self.num_sampling:
+        if self.is_prefill_only or num_beyond < 0:
             return 0
         self.num_sampling += 1
         return self.num_drafts + 1
@@ -283,7 +284,7 @@ class Req:
         version = weights, kv, weights.name, kv.name
         if version != self._version:
             self._version = version
-            self.versions.append(TokenVersions(start, weights.name, kv.name, weights.number - kv.number))
+            self.versions += (TokenVersions(start, weights.name, kv.name, weights.number - kv.number),)
 
     def note(self, kind: SampleEventKind, at_s: float, num_tokens: int) -> None:
         """Record an event; at most MAX_EVENTS."""

@@ -148,7 +148,7 @@ class Scheduler:
         self._on_turn()
         self._receive()
         state = self.state
-        while len(state.in_flight) < self.config.max_steps_in_flight:
+        while len(state.in_flight) < state.config.max_steps_in_flight:
             begin_s = self._clock()
             batch = planner.plan(state, begin_s)
             if state.ended:
@@ -177,7 +177,7 @@ class Scheduler:
     def _ends_before_next(self) -> bool:
         """Wait for a step in flight until it has ended, or until the next one is to be planned. Whether it has, or is to be waited for."""
         state = self.state
-        if len(state.in_flight) == self.config.max_steps_in_flight:
+        if len(state.in_flight) == state.config.max_steps_in_flight:
             return True
         wait_s = planner.seconds_until_next(state, self._clock())
         return wait_s <= 0 or self.worker.ends_within(wait_s)
@@ -198,7 +198,7 @@ class Scheduler:
         commit.count_step(state, batch, result)
         self._send(commit.commit(state, batch, result))
         state.counters.host_s += self._clock() - begin_s
-        every = self.config.decode_log_interval
+        every = state.config.decode_log_interval
         if every and state.counters.num_steps % every == 0:
             self._log_statistics()
 
