@@ -42,7 +42,9 @@ def plan(state: SchedulerState, now_s: float) -> ScheduleBatch | None:
     """The next step, or None when there is nothing to do, at least until a step in flight is committed."""
     if state.waiting or state.shares.are_several:
         state.shares.look(state.running, state.waiting, state.num_places, now_s)
-    if state.gate.holds or _waits_for_drafts(state) or seconds_until_next(state, now_s) > 0:
+        if seconds_until_next(state, now_s) > 0:
+            return None
+    if state.gate.holds or _waits_for_drafts(state):
         return None
     state.now_s = now_s
     state.encodings.begin_plan()
