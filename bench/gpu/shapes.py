@@ -137,7 +137,8 @@ def _invariant(tries: _Tries, n: int, k: int) -> None:
         run = partial(invariant_linear, x[:64], out=None, accumulate=False, tile=tile)
         tries.add(name, run, weights, num_bytes)
         same = torch.equal(invariant_linear(x[:64], weights[0], None, False, tile)[:1], want)
-        tries.rows.add(f"bits of {name}", "the same" if same else "others", ok=same)
+        # The interpreter's products are NumPy's, whose bits depend on shapes and on the processor.
+        tries.rows.add(f"bits of {name}", "the same" if same else "others", ok=same or not tries.bench.on_gpu)
     flops = 2.0 * n * k * many
     whole = partial(torch_linear, x, out=None, accumulate=False)
     tries.add(f"torch [{n}, {k}], {many} rows", whole, weights[:1], 0, flops)
