@@ -140,10 +140,9 @@ def difference_of(folder: Path, tokens: list[int], want: torch.Tensor, **options
         # The logprobs of a prompt are of the tokens before: one token more shows those after the last.
         asked: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": VOCAB}
         answer = engine.generate(input_ids=[*tokens, tokens[0]], sampling_params={"max_new_tokens": 0}, **asked)
-    largest = 0.0
-    for row, top in zip(want, answer["meta_info"]["input_top_logprobs"][1:], strict=True):
-        largest = max(largest, *(abs(logprob - float(row[token_id])) for logprob, token_id, _ in top))
-    return largest / float(want.abs().max())
+    rows = zip(want, answer["meta_info"]["input_top_logprobs"][1:], strict=True)
+    differences = torch.tensor([logprob - float(row[token_id]) for row, top in rows for logprob, token_id, _ in top])
+    return float(differences.abs().max() / want.abs().max())  # NaN if one of them is
 
 
 def attempt(model_type: str, folder: Path) -> Result:

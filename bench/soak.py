@@ -179,7 +179,7 @@ class Client:
     async def _completion(self) -> None:
         prompt = self._text(self._rng.randint(5, 60))
         body = {"model": self._model, "prompt": prompt, "max_tokens": self._rng.randint(1, 24)}
-        if answer := await self._answer("completion", "/v1/completions", body):
+        if (answer := await self._answer("completion", "/v1/completions", body)) is not None:
             is_finished = answer["choices"][0]["finish_reason"] in ("stop", "length")
             self._soak.check(is_finished, "completion: no finish reason")
             self._soak.num_tokens += answer["usage"]["completion_tokens"]
@@ -187,7 +187,7 @@ class Client:
     async def _samples(self) -> None:
         params = {"max_new_tokens": 8, "n": 2, "temperature": 0.8}
         body = {"text": self._text(20), "sampling_params": params, "return_logprob": True}
-        if answers := await self._answer("samples", "/generate", body, num_samples=2):
+        if (answers := await self._answer("samples", "/generate", body, num_samples=2)) is not None:
             self._soak.check(len(answers) == 2, f"answers to a request for two samples: {len(answers)}")
             self._soak.num_tokens += sum(each["meta_info"]["completion_tokens"] for each in answers)
 
@@ -442,12 +442,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--max-total-tokens", type=int, default=4096, help="of the KV pool (default 4096: it gets full)"
     )
     parser.add_argument(
-        "--kill-every-s", type=float, default=0.0, help="kill -9 the scheduler so often (default 0: never)"
+        "--kill-every-s", type=float, default=0.0, help="kill -9 the scheduler every so many seconds (default 0: never)"
     )
     parser.add_argument("--kv-cache-dir", help="keep KV in files of this folder, which is made")
     parser.add_argument("--pins", action="store_true", help="a tenth as many pins as other requests")
     parser.add_argument(
-        "--update-every-s", type=float, default=0.0, help="load the weights again so often, with no drain"
+        "--update-every-s", type=float, default=0.0, help="load the weights again every so many seconds, with no drain"
     )
     parser.add_argument("--out", type=Path, help="folder for the JSON report, such as bench/results")
     options = parser.parse_args(argv)

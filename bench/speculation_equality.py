@@ -98,6 +98,7 @@ def main() -> None:
         "max_running_requests": 4,
         "max_total_tokens": 262144,
         "log_level": "error",
+        "speculative_algorithm": "off",
     }
     guessing = plainly | {"speculative_algorithm": args.algorithm}
     plain: dict[str, list[Output]] = {}

@@ -45,7 +45,7 @@ class Load:
         return self.num_streams * length / (time.perf_counter() - begin)
 
     def num_made(self) -> int:
-        return int(httpx.get(f"{self.url}/internal_state").json()["generation_tokens"])
+        return int(httpx.get(f"{self.url}/internal_state", timeout=600).json()["generation_tokens"])
 
     def window(self, seconds: float, every_s: float, models: list[str]) -> dict[str, Any]:
         """Throughput over `seconds`, after the first tokens of all streams. models: to update to, by turns; none = no updates."""

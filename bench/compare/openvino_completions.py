@@ -230,8 +230,9 @@ async def serve(model: Path, port: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, help="folder with the IR and tokenizer.json")
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--precision", action="store_true")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--port", type=int)
+    what.add_argument("--precision", action="store_true", help="print what it computes in, and end")
     options = parser.parse_args()
     if options.precision:
         print(json.dumps(precision(options.model)))

@@ -55,8 +55,8 @@ def read_costs(path: Path) -> StepSeconds:
         return fit([(_work(shape), shape["total"]["best_s"]) for shape in found["results"]])
     except OSError as error:
         raise ConfigError(f"cannot read the step costs in {path}: {error.strerror}") from error
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"{path} is no result of `headrace bench step --output`: {error!r}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no result of `headrace bench step --output`") from error
 
 
 def fit(measured: Sequence[tuple[StepWork, float]]) -> StepSeconds:

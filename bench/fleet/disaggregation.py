@@ -2,10 +2,10 @@
 
     python -m bench.fleet.disaggregation [--servers 4] [--itl-ms 50,25,15] [--num-requests 400] [--gb-per-s 3] [--seed 1] [--output FILE]
 
-Replicas are those of `python -m bench.fleet`, with the scheduler's own rooms. The mixed ones bound the time of their steps by the limit of gaps, as a
-user with such a limit would. KV takes time from a prompt's last chunk on, at --gb-per-s (docs/disaggregation.md has what was measured), and no
-processor time of either side. For each limit the largest rate is looked for at which 99 of 100 first tokens keep theirs, and so do
-gaps, and their mean in 99 of 100 answers: one that waits for a place after its first token has one long gap among many.
+Replicas are those of `python -m bench.fleet`, with the scheduler's own rooms. The mixed ones bound the time of their steps by the limit of gaps, as
+a user with such a limit would. KV takes time from a prompt's last chunk on, at --gb-per-s (bench/results/2026-11-28-disaggregation.json has what
+was measured), and no processor time of either side. For each limit the largest rate is looked for at which 99 of 100 first tokens keep theirs, and
+so do gaps, and their mean in 99 of 100 answers: one that waits for a place after its first token has one long gap among many.
 """
 
 import heapq

@@ -46,7 +46,7 @@ class RankGroup {
   void finish_sum(float* x, int64_t n);
   uint32_t num_begun() const { return num_begun_; }
 
-  // For measurements: what a rank gives to a sum is seen by the others this much later, as over a network. By one rank for all, between sums.
+  // For tests: what a rank gives to a sum is seen by the others this much later, as over a network. By one rank for all, between sums.
   void delay_sums(double seconds);
 
   // Rank r has x [rows, columns[r]], rows x_stride apart; rank 0's out [rows, sum of columns], rows out_stride apart, gets them side by side.

@@ -25,8 +25,9 @@
 
 namespace headrace {
 
-// Whether weights that one row or few use are asked for ahead of their use, where they are read strictly in order. Not on AMD's up to Zen 4: that one
-// reads ahead by itself, faster if no others are asked for beside it. A Zen 5 (one row: 0.72 to 0.9 of the time) and a Xeon are faster with it.
+// Whether weights that one row or few use are asked for ahead of their use, where they are read strictly in order. Not on AMD's Zen to Zen 4 (families
+// 17h and 19h): a Zen 4 reads ahead by itself, faster if nothing is asked for beside it. A Zen 5 (0.75 to 0.9 of the time at one row) and a Xeon are
+// faster with it.
 extern const bool kAskForWeights;
 
 namespace HEADRACE_ISA {

@@ -298,7 +298,7 @@ def test_doctor_tells_to_which_node_each_rank_would_be_bound(capsys, monkeypatch
     cpu.load()  # with the threads of this machine, not of that below
     nodes = (Node(0, (0, 1, 2, 3), 8 << 30, 6 << 30), Node(1, (4, 5), 8 << 30, 4 << 30))
     monkeypatch.setattr("headrace.processes.numa.read_nodes", lambda folder: nodes)
-    monkeypatch.setattr("headrace.processes.rank_groups.read_nodes", lambda: nodes)
+    monkeypatch.setattr("headrace.processes.share.read_nodes", lambda: nodes)
     monkeypatch.setattr("headrace.processes.numa._allowed_nodes", lambda status: None)
     monkeypatch.setattr("headrace.cgroup.quota_cpus", lambda: None)
     monkeypatch.setattr("headrace.execution.memory.available_bytes", lambda device: 16 * 2**30)

@@ -13,7 +13,7 @@ from memory_policy import bound_memory
 
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
-from headrace.processes import numa, rank_groups
+from headrace.processes import numa, share
 from headrace.processes.numa import Binding, Node, bindings, dealt, listed, read_nodes
 from headrace.processes.rank_groups import starts_here
 
@@ -142,7 +142,7 @@ def test_a_machine_that_names_no_nodes_is_refused(tmp_path: Path):
 @pytest.fixture
 def shared(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of `four`, whose nodes have 14 GiB available, and the system 20."""
-    monkeypatch.setattr(rank_groups, "read_nodes", lambda: read_nodes(four))
+    monkeypatch.setattr(share, "read_nodes", lambda: read_nodes(four))
     monkeypatch.setattr("headrace.execution.memory.available_bytes", lambda device: 20 * GIB)
     monkeypatch.setattr("headrace.cgroup.quota_cpus", lambda: None)
 
@@ -151,11 +151,11 @@ def test_a_rank_has_a_share_of_the_cores_and_the_memory_of_its_node(shared: None
     two, alone = Binding(0, tuple(range(8)), 2), Binding(11, (12, 13, 14, 15), 1)
     args = dataclasses.replace(ANY, tp_size=3, mem_fraction_static=0.5)
 
-    first = rank_groups.share_of_machine(args, [two, two, alone])
+    first = share.share_of_machine(args, [two, two, alone])
     assert (first.num_threads, first.mem_fraction_static) == (4, 0.5 * 2 / 20)
-    last = rank_groups.share_of_machine(args, [alone])
+    last = share.share_of_machine(args, [alone])
     assert (last.num_threads, last.mem_fraction_static) == (4, 0.5 * 2 / 20)
-    given = rank_groups.share_of_machine(dataclasses.replace(args, num_threads=6), [two])
+    given = share.share_of_machine(dataclasses.replace(args, num_threads=6), [two])
     assert given.num_threads == 2
 
 
@@ -164,7 +164,7 @@ def test_a_rank_has_no_more_than_its_share_of_what_a_container_allows(shared: No
     monkeypatch.setattr("headrace.cgroup.quota_cpus", lambda: 5.5)
     args = dataclasses.replace(ANY, tp_size=2, mem_fraction_static=0.5)
 
-    found = rank_groups.share_of_machine(args, [Binding(0, tuple(range(8)), 1), Binding(2, (4, 5, 6, 7), 1)])
+    found = share.share_of_machine(args, [Binding(0, tuple(range(8)), 1), Binding(2, (4, 5, 6, 7), 1)])
     assert (found.num_threads, found.mem_fraction_static) == (3, 0.25)
 
 
@@ -183,7 +183,7 @@ def test_what_cannot_be_bound_is_refused(changes: dict[str, object], said: str):
 def test_a_model_that_would_run_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match="this model would run on a GPU: add --device cpu"):
-        rank_groups.share_of_machine(dataclasses.replace(ANY, device="auto"), [Binding(0, (0,), 1)])
+        share.share_of_machine(dataclasses.replace(ANY, device="auto"), [Binding(0, (0,), 1)])
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ _IN_A_CHILD = """
 import json, os, threading
 from headrace.config.server_args import ServerArgs
 from headrace.errors import ConfigError
-from headrace.processes import numa, rank_groups
+from headrace.processes import numa, share
 from memory_policy import bound_memory
 
 before = bound_memory()

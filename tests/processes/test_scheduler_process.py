@@ -10,8 +10,8 @@ import pytest
 from headrace.config.server_args import ServerArgs
 from headrace.messages.control import ReadyInfo
 from headrace.processes.model_files import EndTokens, tokens_of
-from headrace.processes.rank_groups import share_of_machine
 from headrace.processes.scheduler_process import scheduler_config
+from headrace.processes.share import share_of_machine
 
 READY = ReadyInfo(
     max_total_tokens=4096,

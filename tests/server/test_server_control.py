@@ -311,7 +311,8 @@ def test_a_server_listens_where_it_says(server: Running):
 
 
 def test_the_front_process_imports_no_torch():
-    code = "import sys, headrace.server.app, headrace.server.listener; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    modules = "serve", "api.engine", "server.app", "server.listener"
+    code = f"import sys, {', '.join(f'headrace.{name}' for name in modules)}; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

@@ -1,7 +1,7 @@
 """A client that owns a server process: `Runtime(model_path=...).generate("...")` over HTTP.
 
-Owns the mapping from calls to routes. Does not share code with the server: it uses the native HTTP API (`native_client`) like any client.
-Its methods may be called from any thread.
+Owns `headrace serve` as a child (its start, waiting for it, its end) and the mapping from calls to routes. Does not share code with the server: it
+uses the native HTTP API (`native_client`) like any client. Its methods may be called from any thread.
 """
 
 import atexit

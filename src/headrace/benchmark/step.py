@@ -1,7 +1,7 @@
 """`headrace bench step`: prefill and decode steps of a model runner, without a scheduler or a server.
 
-Owns the plans it gives the runner and what it makes of the times. Does not own the runner. The shapes are visited in turns, so that
-a busy moment of the machine meets all of them. Runs in the main process.
+Owns the plans it gives the runner, the limits of the machine by its own measure, and what it makes of the times. Does not own the runner. The
+shapes are visited in turns, so that a busy moment of the machine meets all of them. Runs in the main process.
 """
 
 import dataclasses

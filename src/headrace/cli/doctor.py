@@ -118,7 +118,7 @@ def _ranks(tp_size: int, numa_bind: bool) -> list[dict[str, Any]]:
     from headrace.config.server_args import ServerArgs
     from headrace.execution.memory import available_bytes
     from headrace.processes.numa import bindings, listed
-    from headrace.processes.rank_groups import share_of_machine
+    from headrace.processes.share import share_of_machine
 
     args = ServerArgs(model_path="any", tp_size=tp_size, device="cpu", numa_bind=numa_bind)
     memory = available_bytes(torch.device("cpu"))

@@ -1,9 +1,11 @@
 """Which class serves which architecture: our own families by Hugging Face `model_type`, transformers for the rest.
 
-Owns the names of a vision or audio encoder, and of the decoder beside it, in checkpoints of such models. Used by the thread that loads the model.
+Owns the names of a vision or audio encoder, and of the decoder beside it, in checkpoints of such models; and the heads of decoders that pool their
+hidden states into vectors (Qwen3-Embedding) or scores (reward models) in place of logits, with the names in checkpoints that were written without an
+output projection. Used by the thread that loads the model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -13,11 +15,11 @@ from headrace.checkpoint.model_config import ModelConfig
 from headrace.checkpoint.pooling import PoolingConfig
 from headrace.checkpoint.quantized_formats import stored_scheme
 from headrace.errors import ModelError
-from headrace.layers.weight import Placement
+from headrace.layers.pooler import HeadLinear, Pooler
+from headrace.layers.weight import NamedLayer, Placement, Weight
 from headrace.models.decoder import DecoderLM
 from headrace.models.encoder import Encoder, without_prefix
 from headrace.models.media import MediaEncoder
-from headrace.models.pooled_decoder import pooled_spec
 from headrace.models.spec import CausalLM, EncoderSpec, ModelSpec, PooledSpec
 from headrace.models.transformers_backend import SPEC as FALLBACK
 
@@ -166,5 +168,61 @@ def _renaming(rename: Callable[[str], str]) -> Callable[[str], str]:
             if name.startswith(theirs):
                 name = ours + name.removeprefix(theirs)
         return rename(name)
+
+    return renamed
+
+
+_BARE_NAMES = ("embed_tokens.", "layers.", "norm.")
+"""How tensors are called in a checkpoint of the model without its output projection."""
+
+
+class PooledDecoder(DecoderLM):
+    """A `PooledCausalLM`. name: of its class, for messages."""
+
+    def __init__(
+        self, name: str, config: ModelConfig, options: DecoderOptions, pooling: PoolingConfig, placement: Placement
+    ) -> None:
+        super().__init__(config, options, placement)
+        self._name = name
+        self.drop_head()
+        head = _head(config, pooling, placement) if pooling.task == "classify" else ()
+        self.pooler = Pooler(pooling, config.hidden_size, placement, head)
+
+    def weights(self) -> Iterator[Weight]:
+        yield from super().weights()
+        yield from self.pooler.weights()
+
+    def compile_pieces(self, backend: str = "inductor") -> str:
+        return f"the model class {self._name} has other layers"
+
+
+def pooled_spec(spec: ModelSpec, options: DecoderOptions, pooling: PoolingConfig) -> PooledSpec:
+    """The family `spec`, whose decoder has these options, pooling instead of generating."""
+    name = f"pooled {spec.name}"
+    return PooledSpec(
+        name,
+        lambda config, placement: PooledDecoder(name, config, options, pooling, placement),
+        unsupported=spec.unsupported,
+        ignored=(*spec.ignored, "lm_head."),
+        batch_invariant=spec.batch_invariant,
+        renaming=lambda config: _with_prefix(spec.renaming(config)),
+    )
+
+
+def _head(config: ModelConfig, pooling: PoolingConfig, placement: Placement) -> tuple[NamedLayer, ...]:
+    """`score`: one layer without a bias, and of Qwen2's reward models two layers (A. Yang et al., "Qwen2.5-Math", 2024)."""
+    size, count = config.hidden_size, len(pooling.labels)
+    if any(name.endswith("ForRewardModel") for name in config.architectures):
+        return (
+            (HeadLinear("0", size, size, placement, activation="relu"), "score."),
+            (HeadLinear("2", size, count, placement), "score."),
+        )
+    return ((HeadLinear("score", size, count, placement, bias=False), ""),)
+
+
+def _with_prefix(rename: Callable[[str], str]) -> Callable[[str], str]:
+    def renamed(name: str) -> str:
+        name = rename(name)
+        return f"model.{name}" if name.startswith(_BARE_NAMES) else name
 
     return renamed

@@ -2,7 +2,7 @@
 
 Runs in the main process's event loop; what takes time is done by threads (`sources`, `fetch`) and children (`media_child`), in which tenants take
 turns (`headrace.turns`). Few items of a request wait for its tenant's turn at a time, so that a request with many images does not hold up one with a
-single image. Work for a request that has gone is cancelled, unless another one waits for the same item.
+single image. Work for a request that has gone is cancelled, unless another one waits for the same item; refusals of expensive items are remembered.
 """
 
 import asyncio

@@ -166,7 +166,8 @@ def run_follower(args: ServerArgs, on_ready: OnReady, on_progress: OnProgress, r
         bind(binding)
     from headrace.execution.build import build_follower  # imports torch, which takes longest
     from headrace.execution.ranks import group_of
-    from headrace.processes.rank_groups import joined_follower, share_of_machine
+    from headrace.processes.rank_groups import joined_follower
+    from headrace.processes.share import share_of_machine
 
     with joined_follower(args, rank) as own:
         group = group_of(own)

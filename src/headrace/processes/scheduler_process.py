@@ -30,7 +30,7 @@ from headrace.metrics.watchdog import Watchdog
 from headrace.processes.handshake import OnProgress, OnReady, process_name
 from headrace.processes.model_files import EndTokens, ModelFiles, open_tokenizer, tokens_of
 from headrace.processes.numa import bind, bindings
-from headrace.processes.rank_groups import share_of_machine
+from headrace.processes.share import share_of_machine
 
 if TYPE_CHECKING:
     from headrace.cache.base import PrefixCache

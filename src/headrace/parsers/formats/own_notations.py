@@ -68,6 +68,8 @@ GEMMA4 = _gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = _gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>")
 
 
+# Harmony (gpt-oss): every message has a header with a channel, and a call its recipient.
+
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 

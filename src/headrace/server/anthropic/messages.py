@@ -1,7 +1,7 @@
 """Messages: `POST /v1/messages` and `POST /v1/messages/count_tokens`.
 
-Owns how a body becomes a call of the engine, and its reply: a whole message, or the events of a stream, both from the events of the output. Runs in
-the event loop that serves HTTP.
+Owns how a body becomes a call of the engine, with pins for marks of `cache_control`, and its reply: a whole message, or the events of a stream,
+both from the events of the output. Runs in the event loop that serves HTTP.
 """
 
 import re
