@@ -43,7 +43,7 @@ def names_of(known: Sequence[Name]) -> Callable[[str], tuple[Name, ...]]:
     """The same of names that are known, at least one."""
 
     def chosen(text: str) -> tuple[Name, ...]:
-        given = words(text)
+        given = tuple(dict.fromkeys(words(text)))
         if not given or not set(given) <= set(known):
             raise argparse.ArgumentTypeError(f"takes any of {', '.join(known)}, got {text!r}")
         return tuple(name for word in given for name in known if name == word)

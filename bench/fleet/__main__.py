@@ -19,7 +19,8 @@ from headrace.frontend.balancers import Method
 def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate what the options say."""
     parser = parser_of(bench.fleet.__doc__)
-    parser.argument_default = argparse.SUPPRESS  # what is not given is as options.py has it
+    parser.argument_default = argparse.SUPPRESS
+    parser.epilog = "What is not given is as bench/fleet/options.py has it."
     add = parser.add_argument
     add("--replicas", type=counts, help="sizes of the fleets")
     add("--policies", type=names_of(get_args(Method)), help=f"any of {', '.join(get_args(Method))}")

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from headrace.messages.requests import (
     SampleTask,
     TokenizedGenerateReqInput,
 )
-from headrace.messages.step import ModelWorkerBatch, Worker
+from headrace.messages.step import ModelWorkerBatch, StepResult, Worker
 from headrace.processes.model_files import EndTokens
 from headrace.processes.scheduler_process import scheduler_config
 from headrace.sampling.params import ResolvedSamplingParams
@@ -48,6 +48,9 @@ class MarkedWorker:
     def __init__(self, worker: Worker, clock: Clock) -> None:
         self._worker = worker
         self._clock = clock
+        self.weights, self.loras = worker.weights, worker.loras
+        self.pages, self.pages_refusal = worker.pages, worker.pages_refusal
+        self.profile, self.count_experts, self.ends_within = worker.profile, worker.count_experts, worker.ends_within
         self.steps: list[MarkedStep] = []
 
     def submit(self, batch: ModelWorkerBatch) -> None:
@@ -60,8 +63,14 @@ class MarkedWorker:
             MarkedStep(len(batch.seqs), batch.num_tokens, num_logits, num_cached, pairs, begin, self._clock.mark())
         )
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker, name)
+    def collect(self) -> StepResult:
+        return self._worker.collect()
+
+    def idle(self, left: tuple[int, ...]) -> None:
+        self._worker.idle(left)
+
+    def close(self) -> None:
+        self._worker.close()
 
 
 class Scheduled:
@@ -80,7 +89,7 @@ class Scheduled:
         self._scheduler = Scheduler(
             scheduler_config(args, config, self.info, ends),
             KVManager([KvPart(pages, RadixCache(self.info.page_size))], self.info.max_running_requests),
-            cast(Worker, self.marked),
+            self.marked,
             channels.receiver("to_scheduler"),
             channels.sender("to_detokenizer"),
             channels.sender("to_tokenizer"),
